@@ -1,0 +1,152 @@
+"""Read a checkpoint back: verified, with lazy tensors."""
+
+from __future__ import annotations
+
+import os
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from safetensors import safe_open
+
+from packckpt.errors import CheckpointError
+from packckpt.manifest import ADAPTER_FILE
+from packckpt.optimizer import COMPONENTS, Hyperparameters
+from packckpt.tensorfile import TensorSpec
+from packckpt.verify import Contents, verified_contents
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from packckpt.exports import Export
+
+
+class KeyState(NamedTuple):
+    """Optimizer state of one key: three float32 host tensors of the exported shape, and the step count."""
+
+    master: torch.Tensor
+    exp_avg: torch.Tensor
+    exp_avg_sq: torch.Tensor
+    step: int
+
+
+class Checkpoint:
+    """A verified checkpoint whose tensors are read when they are asked for.
+
+    The files stay open, so that the checkpoint can be read even after it was removed; `close`, or use it as a
+    context manager. Memory: the manifest, and the pages that were read, which the system takes back when it needs
+    them.
+    """
+
+    def __init__(self, contents: Contents) -> None:
+        self._contents = contents
+        self._stack = ExitStack()
+        self._files: dict[str, Any] = {}
+        for name in contents.tensors:
+            file = safe_open(contents.root / name, framework="pt", device="cpu")
+            self._files[name] = self._stack.enter_context(file)
+
+    @property
+    def path(self) -> Path:
+        """The directory that was loaded."""
+        return self._contents.root
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The adapter configuration as it was written."""
+        return self._contents.config
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """The exported keys, in string order."""
+        return tuple(sorted(self._contents.tensors[ADAPTER_FILE]))
+
+    @property
+    def optimizer(self) -> Hyperparameters | None:
+        """The hyper-parameters, or None where no optimizer was saved."""
+        return self._contents.manifest.optimizer
+
+    @property
+    def digest(self) -> str:
+        """The BLAKE2b-256 hex digest of the manifest."""
+        return self._contents.manifest.digest
+
+    def spec(self, key: str) -> TensorSpec:
+        """Return dtype and shape of an exported value without reading it.
+
+        Raises:
+            CheckpointError: no such key.
+        """
+        try:
+            return self._contents.tensors[ADAPTER_FILE][key]
+        except KeyError:
+            raise CheckpointError(f"{self.path}: has no key {key}; it has {len(self.keys)} others") from None
+
+    def exported(self, key: str) -> torch.Tensor:
+        """Return the exported value `(out, in)` on the host, in the dtype of the trained parameter."""
+        self.spec(key)
+        return self._read(ADAPTER_FILE, key)
+
+    def state(self, key: str) -> KeyState:
+        """Return master, exp_avg and exp_avg_sq as float32 `(out, in)` on the host, and the step.
+
+        Raises:
+            CheckpointError: no such key, or no optimizer was saved.
+        """
+        master, exp_avg, exp_avg_sq = (self.component(key, name) for name in COMPONENTS)
+        return KeyState(master, exp_avg, exp_avg_sq, self.step(key))
+
+    def component(self, key: str, component: str) -> torch.Tensor:
+        """Return one of "master", "exp_avg", "exp_avg_sq" of a key; see `state`."""
+        self.step(key)
+        return self._read(self._contents.manifest.parameters[key][COMPONENTS.index(component)], key)
+
+    def step(self, key: str) -> int:
+        """Return the step count of a key; errors as for `state`."""
+        self.spec(key)
+        if self.optimizer is None:
+            raise CheckpointError(f"{self.path}: was saved without an optimizer; there is no state of {key}")
+        return int(self._contents.manifest.steps[key])
+
+    def restore(
+        self,
+        exports: Iterable[Export],
+        optimizer: torch.optim.Optimizer | None,
+        masters: Iterable[tuple[torch.Tensor, torch.Tensor]] | None = None,
+        *,
+        subset: bool = False,
+    ) -> None:
+        """Put the checkpoint back into parameters, masters and moments; see `packckpt.restore.restore`."""
+        from packckpt.restore import restore
+
+        restore(self, exports, optimizer, masters, subset=subset)
+
+    def close(self) -> None:
+        """Close the files; tensors that were read stay valid."""
+        self._files.clear()
+        self._stack.close()
+
+    def __enter__(self) -> Checkpoint:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _read(self, name: str, key: str) -> torch.Tensor:
+        if name not in self._files:
+            raise CheckpointError(f"{self.path}: is closed; load it again")
+        tensor: torch.Tensor = self._files[name].get_tensor(key)
+        return tensor
+
+
+def load_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
+    """Verify a checkpoint (see `verify_checkpoint`) and open it for reading.
+
+    Raises:
+        CheckpointError: what is wrong with which file.
+    """
+    return Checkpoint(verified_contents(path))

@@ -1,0 +1,69 @@
+"""The few file-system operations whose details decide whether a save survives: create, sync, rename."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import shutil
+from pathlib import Path
+from typing import IO, BinaryIO
+
+_AT_FDCWD = -100
+_RENAME_NOREPLACE = 1
+
+
+def create_file(path: str | os.PathLike[str], buffering: int = -1) -> BinaryIO:
+    """Open a new file for writing, with the mode that the umask leaves; an existing one is an error."""
+    return open(path, "xb", buffering=buffering)
+
+
+def sync_file(file: IO[bytes]) -> None:
+    """Flush a file and wait until the disk has its data."""
+    file.flush()
+    os.fsync(file.fileno())
+
+
+def sync_directory(path: str | os.PathLike[str]) -> None:
+    """Wait until the disk has the entries of a directory."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def rename_new(source: Path, destination: Path) -> None:
+    """Rename a directory to a name that nothing has; never replaces anything, not even an empty directory.
+
+    Plain `rename` replaces an empty directory silently, so Linux's `RENAME_NOREPLACE` is used where the file
+    system knows it; elsewhere a look before the rename has to do.
+
+    Raises:
+        FileExistsError: the destination exists.
+    """
+    if _rename_noreplace(source, destination):
+        return
+    if os.path.lexists(destination):
+        raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(destination))
+    os.rename(source, destination)
+
+
+def remove_tree(path: Path) -> None:
+    """Remove a directory and what is in it; what is gone already is fine."""
+    shutil.rmtree(path, ignore_errors=True)
+
+
+def _rename_noreplace(source: Path, destination: Path) -> bool:
+    """Return whether the rename was done; False where the system or file system lacks the flag."""
+    renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    if renameat2 is None:
+        return False
+    ctypes.set_errno(0)
+    arguments = (_AT_FDCWD, os.fsencode(source), _AT_FDCWD, os.fsencode(destination), _RENAME_NOREPLACE)
+    if renameat2(*arguments) == 0:
+        return True
+    code = ctypes.get_errno()
+    if code in (errno.EINVAL, errno.ENOSYS, errno.EPERM):
+        return False
+    raise OSError(code, os.strerror(code), str(destination))

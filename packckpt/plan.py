@@ -1,0 +1,277 @@
+"""Decide, before a byte moves, which exports go as one copy and which go slice by slice, and why."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Literal, get_args
+
+import torch
+
+from packckpt.dtypes import STATE_DTYPE
+from packckpt.errors import OptimizerError, PackckptError
+from packckpt.exports import Export, block_of, check_exports
+from packckpt.optimizer import COMPONENTS, AdamState, ParameterState, StateReader
+
+PathName = Literal["slice", "coalesced"]
+PATHS: tuple[PathName, ...] = get_args(PathName)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Unit:
+    """Exports of one parameter that are captured together.
+
+    A coalesced unit holds rows 0..E-1 in order; each other unit holds one export.
+    """
+
+    exports: tuple[Export, ...]
+    state: ParameterState | None
+    coalesced: bool
+
+    @property
+    def parameter(self) -> torch.Tensor:
+        """The parameter that the exports are cut from."""
+        return self.exports[0].parameter
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class BlockPlan:
+    """One layer block: its name, and its units in export order."""
+
+    name: str
+    units: tuple[Unit, ...]
+
+    @property
+    def exports(self) -> Iterator[Export]:
+        """The exports of the block, in order."""
+        return (export for unit in self.units for export in unit.exports)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ParameterPlan:
+    """How one parameter leaves the device.
+
+    Attributes:
+        label: its first key, and how many more there are.
+        shape: of the parameter.
+        exports: number of exports cut from it.
+        coalesced: whether each optimizer state goes as one copy.
+        reason: why, in words.
+        optimizer_calls, optimizer_bytes: transfers of master, exp_avg and exp_avg_sq, and the float32 bytes
+            that they move.
+    """
+
+    label: str
+    shape: tuple[int, ...]
+    exports: int
+    coalesced: bool
+    reason: str
+    optimizer_calls: int
+    optimizer_bytes: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TransferPlan:
+    """What a save will copy from device to host.
+
+    Attributes:
+        path: "slice" or "coalesced".
+        blocks: layer blocks in the order in which they are written.
+        parameters: one entry a parameter, in the order of their first export.
+        weight_calls, weight_bytes: transfers of exported values, one for each export on both paths.
+        narrowed_keys: exports whose optimizer state is float64 and loses precision as float32.
+    """
+
+    path: PathName
+    blocks: tuple[BlockPlan, ...]
+    parameters: tuple[ParameterPlan, ...]
+    weight_calls: int
+    weight_bytes: int
+    narrowed_keys: tuple[str, ...]
+
+    @property
+    def optimizer_calls(self) -> int:
+        """Number of device-to-host copies of master, exp_avg and exp_avg_sq."""
+        return sum(parameter.optimizer_calls for parameter in self.parameters)
+
+    @property
+    def optimizer_bytes(self) -> int:
+        """Bytes of those copies, as float32; the same on every path."""
+        return sum(parameter.optimizer_bytes for parameter in self.parameters)
+
+    def explain(self) -> str:
+        """Return one line a parameter: coalesced or not, its transfers, and why."""
+        lines = [
+            f"{'coalesced' if p.coalesced else 'slice':<9}  {p.optimizer_calls:>6} copies  "
+            f"{list(p.shape)}  {p.label}: {p.reason}"
+            for p in self.parameters
+        ]
+        total = f"{self.path}: {self.optimizer_calls} optimizer copies, {self.optimizer_bytes} bytes"
+        return "\n".join([*lines, total])
+
+
+def plan_transfers(exports: Iterable[Export], state: AdamState | None, path: PathName = "coalesced") -> TransferPlan:
+    """Plan the device-to-host copies of a save; no tensor is read and nothing is allocated.
+
+    A parameter's exports are coalesced when they are exactly its rows 0..E-1, once each, in order, next to
+    each other in the list and in one layer block, and everything that the optimizer holds for it has its
+    shape. Time and memory grow linearly with the exports.
+
+    Args:
+        exports: what leaves the trainer; the order matters.
+        state: the optimizer's state, or None to save the exported values alone.
+        path: "coalesced", or "slice" for one copy an export and state.
+
+    Raises:
+        ExportError: not exports, or a key twice.
+        OptimizerError: the optimizer does not hold a parameter, or holds what cannot be saved.
+    """
+    if path not in PATHS:
+        raise PackckptError(f"path is {path!r}; expected one of {', '.join(PATHS)}")
+    checked = check_exports(exports)
+    positions = _positions_by_parameter(checked)
+    reader = None if state is None else state.reader()
+    decisions = [_decide(checked, rows, reader, path) for rows in positions.values()]
+    return TransferPlan(
+        path=path,
+        blocks=_blocks(checked, decisions),
+        parameters=tuple(decision.summary(checked) for decision in decisions),
+        weight_calls=len(checked),
+        weight_bytes=sum(_row_numel(e.parameter) * e.parameter.element_size() for e in checked),
+        narrowed_keys=tuple(checked[position].key for d in decisions if _narrows(d.state) for position in d.positions),
+    )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Decision:
+    """What was decided for one parameter: the positions of its exports, and how they travel."""
+
+    positions: Sequence[int]
+    state: ParameterState | None
+    coalesced: bool
+    reason: str
+
+    def summary(self, exports: Sequence[Export]) -> ParameterPlan:
+        first = exports[self.positions[0]]
+        count = len(self.positions)
+        label = first.key if count == 1 else f"{first.key} (+{count - 1})"
+        copies = 0 if self.state is None else len(COMPONENTS)
+        return ParameterPlan(
+            label=label,
+            shape=tuple(first.parameter.shape),
+            exports=count,
+            coalesced=self.coalesced,
+            reason=self.reason,
+            optimizer_calls=copies * (1 if self.coalesced else count),
+            optimizer_bytes=copies * count * _row_numel(first.parameter) * STATE_DTYPE.itemsize,
+        )
+
+
+def _positions_by_parameter(exports: Sequence[Export]) -> dict[int, list[int]]:
+    positions: dict[int, list[int]] = {}
+    for position, export in enumerate(exports):
+        positions.setdefault(id(export.parameter), []).append(position)
+    return positions
+
+
+def _decide(
+    exports: Sequence[Export], positions: Sequence[int], reader: StateReader | None, path: PathName
+) -> _Decision:
+    first = exports[positions[0]]
+    state = None if reader is None else reader.read(first.key, first.parameter)
+    if first.expert is None:
+        return _Decision(positions, state, False, "whole parameter: one copy a state on every path")
+    _check_rows_held(exports, positions, state)
+    if path == "slice":
+        return _Decision(positions, state, False, "the slice path copies every expert by itself")
+    obstacle = _obstacle(exports, positions, state)
+    if obstacle is not None:
+        return _Decision(positions, state, False, obstacle)
+    return _Decision(positions, state, True, f"rows 0 to {len(positions) - 1}, complete and in order")
+
+
+def _check_rows_held(exports: Sequence[Export], positions: Sequence[int], state: ParameterState | None) -> None:
+    """Refuse a state whose expert axis is too short for a row that is exported."""
+    last = max(positions, key=lambda position: exports[position].expert or 0)
+    for component in COMPONENTS if state is not None else ():
+        value = state.component(component) if state is not None else None
+        if value is not None and value.shape[0] <= (exports[last].expert or 0):
+            raise OptimizerError(
+                f"{exports[last].key}: {component} has shape {list(value.shape)} and no row "
+                f"{exports[last].expert}; the parameter has shape {list(exports[last].parameter.shape)}"
+            )
+
+
+def _obstacle(exports: Sequence[Export], positions: Sequence[int], state: ParameterState | None) -> str | None:
+    """Return why a packed parameter cannot go as one copy, or None where it can."""
+    parameter = exports[positions[0]].parameter
+    rows = [exports[position].expert or 0 for position in positions]
+    return (
+        _shape_obstacle(parameter, state)
+        or _rows_obstacle(rows, parameter.shape[0])
+        or _neighbour_obstacle(exports, positions)
+        or _block_obstacle(exports, positions)
+    )
+
+
+def _shape_obstacle(parameter: torch.Tensor, state: ParameterState | None) -> str | None:
+    for component in COMPONENTS if state is not None else ():
+        value = state.component(component) if state is not None else None
+        if value is not None and value.shape != parameter.shape:
+            return f"{component} has shape {list(value.shape)}, the parameter {list(parameter.shape)}"
+    return None
+
+
+def _rows_obstacle(rows: Sequence[int], experts: int) -> str | None:
+    if rows == list(range(experts)):
+        return None
+    seen: set[int] = set()
+    for row in rows:
+        if row in seen:
+            return f"repeated: row {row} is exported more than once"
+        seen.add(row)
+    shown = f"rows {', '.join(map(str, rows[:8]))}{', ...' if len(rows) > 8 else ''}"
+    if len(rows) < experts:
+        return f"sparse: {shown} of {experts}"
+    return f"reordered: {shown}"
+
+
+def _neighbour_obstacle(exports: Sequence[Export], positions: Sequence[int]) -> str | None:
+    # Positions ascend, so a run without gaps is as long as its ends are apart.
+    if positions[-1] - positions[0] == len(positions) - 1:
+        return None
+    gap = next(a for a, b in pairwise(positions) if b != a + 1)
+    return f"interleaved with {exports[gap + 1].key}"
+
+
+def _block_obstacle(exports: Sequence[Export], positions: Sequence[int]) -> str | None:
+    # A block is written and let go before the next; a copy that serves two would have to be kept.
+    first = exports[positions[0]].block
+    for position in positions:
+        other = exports[position].block
+        if other != first:
+            return f"spans the blocks {first} and {other}"
+    return None
+
+
+def _blocks(exports: Sequence[Export], decisions: Iterable[_Decision]) -> tuple[BlockPlan, ...]:
+    """Group units by block; blocks in string order, units in export order."""
+    units: dict[str, list[tuple[int, Unit]]] = {}
+    for decision in decisions:
+        for positions in [decision.positions] if decision.coalesced else [[p] for p in decision.positions]:
+            unit = Unit(tuple(exports[p] for p in positions), decision.state, decision.coalesced)
+            units.setdefault(block_of(unit.exports[0].key), []).append((positions[0], unit))
+    return tuple(
+        BlockPlan(name, tuple(unit for _, unit in sorted(units[name], key=lambda item: item[0])))
+        for name in sorted(units)
+    )
+
+
+def _row_numel(parameter: torch.Tensor) -> int:
+    return parameter.shape[-1] * parameter.shape[-2]
+
+
+def _narrows(state: ParameterState | None) -> bool:
+    values = [] if state is None else [state.component(component) for component in COMPONENTS]
+    return any(value is not None and value.dtype is torch.float64 for value in values)

@@ -1,0 +1,461 @@
+"""The save transaction: prepare under the fence, then finalize or abort, in order."""
+
+from __future__ import annotations
+
+import os
+import threading
+import warnings
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from packckpt.commit import Commit, expect_free
+from packckpt.errors import PackckptError, SaveError
+from packckpt.exports import Export, named
+from packckpt.manifest import portable_config
+from packckpt.merge import MergedKey, merge_entries
+from packckpt.optimizer import COMPONENTS, AdamState, Hyperparameters
+from packckpt.plan import PATHS, PathName, TransferPlan, plan_transfers
+from packckpt.ranks import Message, Ranks, describe, open_ranks
+from packckpt.reservation import Reservation, reserve
+from packckpt.snapshot import Entry, Snapshot, SnapshotReader, entries_of
+from packckpt.transfer import TransferLog, path_named, read_steps, synchronize
+from packckpt.turns import Turns
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+# The longest sibling is `.<name>.snapshot-r<rank>-<16 hex digits>`; file systems hold names of 255 bytes.
+_LONGEST_NAME_BYTES = 255 - len(".") - len(".snapshot-r000000-") - 16
+
+
+@dataclass(slots=True)
+class _Local:
+    """What this rank found out before anything was written."""
+
+    destination: Path
+    config: dict[str, Any]
+    plan: TransferPlan
+    hyperparameters: Hyperparameters | None
+    steps: dict[str, int] | None
+    entries: list[Entry]
+
+    def message(self, number: int) -> Message:
+        optimizer = None if self.hyperparameters is None else self.hyperparameters.as_dict()
+        return {
+            "number": number,
+            "destination": str(self.destination),
+            "config": self.config,
+            "optimizer": optimizer,
+            "entries": [entry.to_json() for entry in self.entries],
+        }
+
+
+@dataclass(slots=True)
+class _Prepared:
+    """A save that was prepared and waits to be finalized or aborted; it holds no tensor of the trainer.
+
+    Attributes:
+        merged: the tensors of the checkpoint, on the coordinator; empty elsewhere.
+        reservation: held by the coordinator once the destination is reserved.
+    """
+
+    number: int
+    destination: Path
+    config: dict[str, Any]
+    hyperparameters: Hyperparameters | None
+    merged: list[MergedKey]
+    snapshot: Snapshot
+    reservation: Reservation | None = None
+
+    def clean_up(self, *, keep_parents: bool) -> None:
+        self.snapshot.remove()
+        if self.reservation is not None:
+            self.reservation.release(keep_parents=keep_parents)
+
+
+class CheckpointSaver:
+    """Saves packed-expert parameters and their optimizer state, without a change to the checkpoint format.
+
+    Args:
+        path: "coalesced" copies each complete packed parameter once; "slice" copies every expert by itself.
+        group: a `torch.distributed` group whose ranks save together; None means the default group where one is
+            initialised when the first save begins, else one process. The group itself is never used: two gloo
+            groups of the same ranks are made at the first prepare, which is collective.
+        durable: sync files and directories, so that a power cut after finalize loses nothing. Turn it off on
+            scratch disks.
+        timeout_seconds: how long a rank waits for another.
+        strict_duplicates: where several ranks export one key, compare their values and refuse to save different
+            ones. By default the lowest rank's is taken, unseen.
+
+    Prepare may be called from several threads, whose saves keep the order in which they began, and finalize from
+    another thread than prepare, on all ranks alike. Host memory during prepare: what the path states for the
+    largest layer block; during finalize: see `Commit.write`.
+
+    Raises:
+        PackckptError: an unknown path, or a time-out that is not positive.
+    """
+
+    def __init__(
+        self,
+        path: PathName = "coalesced",
+        group: dist.ProcessGroup | None = None,
+        durable: bool = True,
+        *,
+        timeout_seconds: float = 1800.0,
+        strict_duplicates: bool = False,
+    ) -> None:
+        if path not in PATHS:
+            raise PackckptError(f"CheckpointSaver path is {path!r}; expected one of {', '.join(PATHS)}")
+        if not timeout_seconds > 0:
+            raise PackckptError(f"CheckpointSaver timeout_seconds is {timeout_seconds!r}; expected more than 0")
+        self._path: PathName = path
+        self._group = group
+        self._durable = durable
+        self._timeout_seconds = timeout_seconds
+        self._strict_duplicates = strict_duplicates
+        self._conversations: list[Ranks] = []
+        self._preparing = Turns()
+        self._ending = Turns()
+        self._guard = threading.Lock()
+        self._pending: deque[_Prepared] = deque()
+        self._ended: dict[Path, str | None] = {}
+        self._number = 0
+
+    def save(
+        self,
+        destination: str | os.PathLike[str],
+        exports: Iterable[Export],
+        state: AdamState | None,
+        config: Mapping[str, Any],
+    ) -> str:
+        """Prepare and finalize in one call; return the checkpoint's digest."""
+        self.prepare(destination, exports, state, config)
+        return self.finalize(destination)
+
+    def prepare(
+        self,
+        destination: str | os.PathLike[str],
+        exports: Iterable[Export],
+        state: AdamState | None,
+        config: Mapping[str, Any],
+    ) -> TransferLog:
+        """Take a snapshot; when this returns, the trainer may change every parameter and moment.
+
+        Collective over the ranks of the saver.
+
+        Args:
+            destination: the checkpoint directory to be; missing parents are made.
+            exports: what leaves this rank, in order; may be empty where other ranks export.
+            state: the optimizer's state, or None to save the exported values alone.
+            config: the adapter configuration, JSON values (sets and tuples become lists);
+                needs `base_model_name_or_path`.
+
+        Returns:
+            what left the device: calls and bytes of weights, optimizer state and steps.
+
+        Raises:
+            ExportError, OptimizerError: input that cannot be saved; nothing was written.
+            SaveError: the destination is taken, or ranks disagree.
+            RankError: another rank failed; names it.
+            OSError: the disk refused; what was made is removed.
+        """
+        with self._preparing:
+            ranks, _ = self._open()
+            log = TransferLog()
+            local: list[_Local] = []
+            merged: list[MergedKey] = []
+
+            def look() -> Message:
+                found = self._look(destination, exports, state, config, log)
+                local.append(found)
+                return found.message(self._number + 1)
+
+            def judge(messages: list[Message]) -> Message:
+                _expect_agreement(messages)
+                merged.extend(merge_entries([[Entry.from_json(fields) for fields in m["entries"]] for m in messages]))
+                return {}
+
+            ranks.settle("prepare", look, judge)
+            where, found = local[0].destination, local[0]
+            prepared = _Prepared(
+                self._number + 1, where, found.config, found.hyperparameters, merged, Snapshot(where, ranks.rank)
+            )
+            self._take(prepared, found, ranks, log)
+            return log
+
+    def finalize(self, destination: str | os.PathLike[str]) -> str:
+        """Merge the ranks' snapshots, commit the checkpoint and return its digest.
+
+        Collective over the ranks of the saver. Saves end in the order in which they were prepared. Finalizing
+        once more does nothing and returns the digest again. A finalize that fails counts as an abort.
+
+        Raises:
+            SaveError: never prepared, aborted, out of order, or something else is at the destination.
+            RankError: another rank failed, aborted or is gone; names it.
+            OSError: the disk refused; nothing was committed.
+        """
+        where = _absolute(destination)
+        with self._ending:
+            with self._guard:
+                prepared = self._next(where)
+                if prepared is None:
+                    return self._digest_of_ended(where)
+            digest: str | None = None
+            try:
+                digest = self._commit(prepared)
+                return digest
+            finally:
+                self._end(prepared, digest)
+
+    def abort(self, destination: str | os.PathLike[str]) -> None:
+        """Give up a prepared save and remove what was made for it.
+
+        Collective over the ranks of the saver; a rank that is gone is no error. Aborting what was never
+        prepared, or ended already, does nothing.
+
+        Raises:
+            SaveError: an earlier save was neither finalized nor aborted yet.
+        """
+        where = _absolute(destination)
+        with self._ending:
+            with self._guard:
+                prepared = self._next(where)
+            if prepared is None:
+                return
+            self._end(prepared, None)
+            _, ranks = self._open()
+            try:
+                self._agree_to_end(ranks, prepared, "abort")
+            except SaveError:
+                return  # a rank that is gone, or that wanted to finalize and is told so
+
+    def close(self) -> None:
+        """Drop what is still prepared, on this rank alone, and give back the saver's process groups.
+
+        Not collective. The saver can be used again; it then makes new groups, which is collective.
+        """
+        with self._preparing, self._ending:
+            for prepared in list(self._pending):
+                self._end(prepared, None)
+            conversations, self._conversations = self._conversations, []
+            for ranks in conversations:
+                ranks.close()
+
+    def __enter__(self) -> CheckpointSaver:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _open(self) -> tuple[Ranks, Ranks]:
+        """Return the conversation of prepare and that of finalize, which may go on at the same time."""
+        if not self._conversations:
+            self._conversations = open_ranks(self._group, self._timeout_seconds, 2)
+        preparing, ending = self._conversations
+        return preparing, ending
+
+    def _look(
+        self,
+        destination: str | os.PathLike[str],
+        exports: Iterable[Export],
+        state: AdamState | None,
+        config: Mapping[str, Any],
+        log: TransferLog,
+    ) -> _Local:
+        """Check everything that can be checked before a file or a copy is made."""
+        where = _absolute(destination)
+        self._expect_not_pending(where)
+        expect_free(where)
+        portable = portable_config(config)
+        plan = plan_transfers(exports, state, self._path)
+        _warn_narrowed(plan)
+        ordered = [export for block in plan.blocks for export in block.exports]
+        synchronize(_devices(plan))
+        hyperparameters = None if state is None else state.hyperparameters()
+        steps = None if state is None else _steps(plan, log)
+        entries = entries_of(ordered, None if steps is None else [steps[export.key] for export in ordered])
+        return _Local(where, portable, plan, hyperparameters, steps, entries)
+
+    def _take(self, prepared: _Prepared, local: _Local, ranks: Ranks, log: TransferLog) -> None:
+        """Reserve the destination and write the snapshot, or leave nothing behind."""
+
+        def hold() -> Message:
+            if ranks.is_coordinator:
+                prepared.reservation = reserve(local.destination)
+                expect_free(local.destination)
+            return {}
+
+        def write() -> Message:
+            prepared.snapshot.write(local.plan, path_named(self._path), local.steps, log)
+            return {}
+
+        try:
+            ranks.settle("reserve", hold)
+            ranks.settle("snapshot", write)
+        except BaseException:
+            prepared.clean_up(keep_parents=False)
+            raise
+        with self._guard:
+            self._number = prepared.number
+            self._pending.append(prepared)
+            self._ended.pop(local.destination, None)
+
+    def _commit(self, prepared: _Prepared) -> str:
+        _, ranks = self._open()
+        self._agree_to_end(ranks, prepared, "finalize")
+        with prepared.snapshot.reader() as reader:
+            if not ranks.is_coordinator:
+                return str(ranks.serve(reader)["digest"])
+            commit = Commit(
+                prepared.destination,
+                prepared.config,
+                prepared.hyperparameters,
+                prepared.merged,
+                self._durable,
+                self._strict_duplicates,
+            )
+            try:
+                digest = commit.write(_Fetcher(ranks, reader, prepared.merged))
+            except BaseException as error:
+                at_fault = getattr(error, "ranks", None) or ([] if isinstance(error, SaveError) else [0])
+                text = str(error) if isinstance(error, SaveError) else f"finalize: rank 0: {describe(error)}"
+                ranks.dismiss({"error": text, "ranks": list(at_fault)})
+                raise
+            ranks.dismiss({"value": {"digest": digest}})
+            return digest
+
+    def _agree_to_end(self, ranks: Ranks, prepared: _Prepared, intent: str) -> None:
+        message = {"number": prepared.number, "destination": str(prepared.destination), "intent": intent}
+        ranks.settle(intent, lambda: message, lambda messages: _expect_one_intent(messages))
+
+    def _next(self, where: Path) -> _Prepared | None:
+        """Return the oldest prepared save if it is that of `where`, None if `where` has none."""
+        for position, prepared in enumerate(self._pending):
+            if prepared.destination != where:
+                continue
+            if position:
+                first = self._pending[0].destination
+                raise SaveError(
+                    f"{where}: out of order; {first} was prepared before it and is neither finalized nor aborted: "
+                    "end that one first"
+                )
+            return prepared
+        return None
+
+    def _digest_of_ended(self, where: Path) -> str:
+        if where not in self._ended:
+            raise SaveError(f"{where}: was never prepared; call prepare first")
+        digest = self._ended[where]
+        if digest is None:
+            raise SaveError(f"{where}: was aborted, or its finalize failed; prepare it again")
+        return digest
+
+    def _end(self, prepared: _Prepared, digest: str | None) -> None:
+        """Forget a save and remove what was made for it; a digest says that it was committed."""
+        with self._guard:
+            self._pending.remove(prepared)
+            self._ended[prepared.destination] = digest
+        prepared.clean_up(keep_parents=digest is not None)
+
+    def _expect_not_pending(self, where: Path) -> None:
+        with self._guard:
+            if any(prepared.destination == where for prepared in self._pending):
+                raise SaveError(f"{where}: is prepared already; finalize or abort it before preparing it again")
+
+
+class _Fetcher:
+    """Gets the bytes of tensors from whichever rank has them."""
+
+    def __init__(self, ranks: Ranks, own: SnapshotReader, merged: Sequence[MergedKey]) -> None:
+        self._ranks = ranks
+        self._own = own
+        self._entries = {
+            (part.rank, item.key): part.entry for item in merged for part in (*item.parts, *item.duplicates)
+        }
+
+    def __call__(self, rank: int, component: str, keys: Sequence[str]) -> list[memoryview]:
+        if rank == 0:
+            return self._own(component, keys)
+        data = self._ranks.fetch(rank, component, keys)
+        parts, offset = [], 0
+        for key in keys:
+            entry = self._entries[rank, key]
+            itemsize = entry.dtype.itemsize if component == "lora" else torch.float32.itemsize
+            size = entry.shape[0] * entry.shape[1] * itemsize
+            parts.append(data[offset : offset + size])
+            offset += size
+        return parts
+
+
+def _absolute(destination: str | os.PathLike[str]) -> Path:
+    """Return the destination with its parent resolved, so that it stays the same place after a chdir."""
+    given = os.fspath(destination)
+    if not isinstance(given, str) or not given or "\0" in given:
+        raise SaveError(f"destination is {given!r}; expected a path")
+    path = Path(os.path.abspath(given))
+    if not path.name:
+        raise SaveError(f"destination is {given!r}; expected the name of a directory to be")
+    longest = _LONGEST_NAME_BYTES
+    if len(os.fsencode(path.name)) > longest:
+        raise SaveError(f"destination name {path.name!r} is too long; expected at most {longest} bytes")
+    return Path(os.path.realpath(path.parent)) / path.name
+
+
+def _devices(plan: TransferPlan) -> set[torch.device]:
+    devices = set()
+    for block in plan.blocks:
+        for unit in block.units:
+            devices.add(unit.parameter.device)
+            for component in COMPONENTS if unit.state is not None else ():
+                value = unit.state.component(component) if unit.state is not None else None
+                if value is not None:
+                    devices.add(value.device)
+    return devices
+
+
+def _steps(plan: TransferPlan, log: TransferLog) -> dict[str, int]:
+    """Return the step of every key; each parameter's is read once."""
+    units = {id(unit.parameter): unit for block in plan.blocks for unit in block.units}
+    named_steps = [(unit.exports[0].key, unit.state.step if unit.state else None) for unit in units.values()]
+    by_parameter = dict(zip(units, read_steps(named_steps, log), strict=True))
+    return {
+        export.key: by_parameter[id(unit.parameter)]
+        for block in plan.blocks
+        for unit in block.units
+        for export in unit.exports
+    }
+
+
+def _warn_narrowed(plan: TransferPlan) -> None:
+    if plan.narrowed_keys:
+        warnings.warn(
+            f"optimizer state is float64 and is saved as float32, which rounds it: {named(plan.narrowed_keys)}",
+            stacklevel=6,
+        )
+
+
+def _expect_agreement(messages: Sequence[Message]) -> None:
+    for field_name in ("number", "destination", "config", "optimizer"):
+        ours = messages[0][field_name]
+        for rank, message in enumerate(messages):
+            if message[field_name] != ours:
+                what = {"number": "running number of the save", "optimizer": "optimizer hyper-parameters"}
+                raise SaveError(
+                    f"prepare: ranks 0 and {rank} disagree on the {what.get(field_name, field_name)}: {ours!r} and "
+                    f"{message[field_name]!r}; expected one value on every rank"
+                )
+
+
+def _expect_one_intent(messages: Sequence[Message]) -> Message:
+    if all(message == messages[0] for message in messages):
+        return {}
+    found = "; ".join(f"rank {r}: {m['intent']} {m['destination']}" for r, m in enumerate(messages))
+    raise SaveError(f"ranks disagree on how the save ends ({found}); it is aborted on every rank")

@@ -1,0 +1,161 @@
+"""Files in the safetensors layout: written in one pass, in key order, digested on the way.
+
+Both kinds of tensor file in a checkpoint have this layout: the keys in string order, data without gaps. The
+header of `adapter_model.safetensors` is escaped to ASCII; the optimizer files are what
+`safetensors.torch.save_file` writes for float32 tensors, whose header is UTF-8.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from types import TracebackType
+from typing import BinaryIO
+
+import torch
+
+from packckpt.disk import create_file, sync_file
+from packckpt.dtypes import NAME_OF_DTYPE
+
+_WRITE_BUFFER_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """Name, dtype and shape of one tensor in a file."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def bytes(self) -> int:
+        """Size of the data in bytes."""
+        size = self.dtype.itemsize
+        for extent in self.shape:
+            size *= extent
+        return size
+
+
+def new_digest() -> hashlib.blake2b:
+    """Return the hash that the format uses for files and manifest: BLAKE2b with 256 bits."""
+    return hashlib.blake2b(digest_size=32)
+
+
+def tensor_bytes(tensor: torch.Tensor) -> memoryview:
+    """Return the bytes of a host tensor in logical order; copies only where it is not contiguous."""
+    return host_bytes(tensor.detach().contiguous().reshape(-1).view(torch.uint8))
+
+
+def host_bytes(data: torch.Tensor) -> memoryview:
+    """Return the memory of a one-dimensional uint8 host tensor; nothing is copied."""
+    view: memoryview = data.numpy().data
+    return view
+
+
+class TensorFileWriter:
+    """Write one file whose tensors are known beforehand and arrive in key order.
+
+    Args:
+        path: a file that does not exist yet.
+        specs: the tensors, in string order of their names.
+        ascii_header: escape what is not ASCII in the header.
+        durable: sync the file to disk when it is closed.
+        digested: hash what is written; a private file needs no digest, and hashing costs more than writing.
+
+    Memory: one buffer of 1 MiB, and a packed copy of one tensor where it is not contiguous.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        specs: Iterable[TensorSpec],
+        *,
+        ascii_header: bool = False,
+        durable: bool = False,
+        digested: bool = True,
+    ) -> None:
+        header, self._expected_bytes = _header(specs, ascii_header)
+        self._written_bytes = 0
+        self._durable = durable
+        self._digest = new_digest() if digested else None
+        self._file: BinaryIO = create_file(path, buffering=_WRITE_BUFFER_BYTES)
+        try:
+            self._put(header)
+        except BaseException:
+            self._file.close()
+            raise
+
+    def append(self, data: bytes | bytearray | memoryview) -> None:
+        """Write the next bytes of the data section."""
+        self._written_bytes += len(data)
+        self._put(data)
+
+    def finish(self) -> str:
+        """Flush, sync where durable, and return the digest of the file as hex (empty if not digested)."""
+        if self._written_bytes != self._expected_bytes:
+            raise RuntimeError(f"{self._file.name}: {self._written_bytes} of {self._expected_bytes} bytes were written")
+        with _naming(self._file.name):
+            self._file.flush()
+            if self._durable:
+                sync_file(self._file)
+            self._file.close()
+        return self._digest.hexdigest() if self._digest else ""
+
+    def __enter__(self) -> TensorFileWriter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            self._file.close()
+            return
+        with suppress(OSError):  # a full disk fails again on closing; the first error is the one to tell
+            self._file.close()
+
+    def _put(self, data: bytes | bytearray | memoryview) -> None:
+        if self._digest:
+            self._digest.update(data)
+        with _naming(self._file.name):
+            self._file.write(data)
+
+
+@contextmanager
+def _naming(path: str) -> Iterator[None]:
+    """Put the file's name into an error of the disk, which does not know it when writing fails."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None:
+            error.filename = path
+        raise
+
+
+def write_tensors(path: str | os.PathLike[str], tensors: Mapping[str, torch.Tensor]) -> None:
+    """Write host tensors to a private file, without digest or sync; they are packed one at a time."""
+    specs = [TensorSpec(name, tensors[name].dtype, tuple(tensors[name].shape)) for name in sorted(tensors)]
+    with TensorFileWriter(path, specs, digested=False) as writer:
+        for spec in specs:
+            writer.append(tensor_bytes(tensors[spec.name]))
+        writer.finish()
+
+
+def _header(specs: Iterable[TensorSpec], ascii_header: bool) -> tuple[bytes, int]:
+    entries: dict[str, object] = {}
+    offset = 0
+    for spec in specs:
+        end = offset + spec.bytes
+        entries[spec.name] = {
+            "dtype": NAME_OF_DTYPE[spec.dtype],
+            "shape": list(spec.shape),
+            "data_offsets": [offset, end],
+        }
+        offset = end
+    encoded = json.dumps(entries, separators=(",", ":"), ensure_ascii=ascii_header).encode()
+    encoded += b" " * (-len(encoded) % 8)
+    return len(encoded).to_bytes(8, "little") + encoded, offset

@@ -1,0 +1,150 @@
+"""Check a checkpoint on disk against everything that the format promises."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+
+from packckpt.dtypes import DTYPE_OF_NAME, NAME_OF_DTYPE, STATE_DTYPE
+from packckpt.errors import CheckpointError
+from packckpt.manifest import (
+    ADAPTER_FILE,
+    CONFIG_FILE,
+    FORMAT_KEY,
+    FORMAT_NAME,
+    MODEL_KEY,
+    Manifest,
+    file_digest,
+    read_json,
+    read_manifest,
+    safe_file,
+)
+from packckpt.tensorfile import TensorSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Contents:
+    """A verified checkpoint.
+
+    Attributes:
+        root: its directory.
+        manifest, config: what its JSON files say.
+        tensors: relative path of a tensor file to its tensors by name.
+    """
+
+    root: Path
+    manifest: Manifest
+    config: dict[str, Any]
+    tensors: dict[str, dict[str, TensorSpec]]
+
+
+def verify_checkpoint(path: str | os.PathLike[str]) -> str:
+    """Verify a checkpoint and return its digest.
+
+    Every file is read once and its BLAKE2b-256 digest compared; then keys, dtypes and shapes of all tensor files
+    are held against the manifest. Files that the manifest does not list are not looked at.
+
+    Raises:
+        CheckpointError: what is wrong with which file; `.problems` lists every fault.
+    """
+    return verified_contents(path).manifest.digest
+
+
+def verified_contents(path: str | os.PathLike[str]) -> Contents:
+    """Verify a checkpoint and return what it holds; see `verify_checkpoint`."""
+    root = Path(path)
+    manifest = read_manifest(root)
+    problems = list(_digest_problems(root, manifest))
+    if not problems:
+        contents = Contents(root, manifest, read_json(root / CONFIG_FILE), _headers(root, manifest))
+        problems = list(_content_problems(contents))
+        if not problems:
+            return contents
+    raise CheckpointError("\n".join(problems), problems)
+
+
+def unlisted_files(root: Path, manifest: Manifest) -> list[str]:
+    """Return files in the directory that no digest covers, as relative paths."""
+    found = {str(file.relative_to(root)) for file in root.rglob("*") if not file.is_dir()}
+    return sorted(found - set(manifest.files) - {"checkpoint.json"})
+
+
+def _digest_problems(root: Path, manifest: Manifest) -> Iterator[str]:
+    for relative, expected in manifest.files.items():
+        try:
+            found = file_digest(safe_file(root, relative))
+        except CheckpointError as error:
+            yield str(error)
+        except OSError as error:
+            yield f"{root / relative}: cannot be read: {error}"
+        else:
+            if found != expected:
+                yield f"{root / relative}: has digest {found}, the manifest {expected}; the file was changed"
+
+
+def _headers(root: Path, manifest: Manifest) -> dict[str, dict[str, TensorSpec]]:
+    names = sorted(name for name in manifest.files if name != CONFIG_FILE)
+    return {name: _header(root / name) for name in names}
+
+
+def _header(path: Path) -> dict[str, TensorSpec]:
+    try:
+        with safe_open(path, framework="pt", device="cpu") as file:
+            slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118  # not a mapping
+            return {name: _spec(path, name, view.get_dtype(), view.get_shape()) for name, view in slices.items()}
+    except SafetensorError as error:
+        raise CheckpointError(f"{path}: not a safetensors file: {error}") from None
+
+
+def _spec(path: Path, name: str, dtype: str, shape: list[int]) -> TensorSpec:
+    if dtype not in DTYPE_OF_NAME:
+        raise CheckpointError(f"{path}: {name} has dtype {dtype}; expected one of {', '.join(DTYPE_OF_NAME)}")
+    return TensorSpec(name, DTYPE_OF_NAME[dtype], tuple(shape))
+
+
+def _content_problems(contents: Contents) -> Iterator[str]:
+    root, manifest, config = contents.root, contents.manifest, contents.config
+    if str(config.get(MODEL_KEY)) != manifest.base_model:
+        yield (
+            f"{root / CONFIG_FILE}: {MODEL_KEY} is {config.get(MODEL_KEY)!r}, the manifest has {manifest.base_model!r}"
+        )
+    if config.get(FORMAT_KEY) != FORMAT_NAME:
+        yield f"{root / CONFIG_FILE}: {FORMAT_KEY} is {config.get(FORMAT_KEY)!r}; expected {FORMAT_NAME!r}"
+    adapter = contents.tensors[ADAPTER_FILE]
+    for key, spec in adapter.items():
+        if len(spec.shape) != 2:
+            yield f"{root / ADAPTER_FILE}: {key} has shape {list(spec.shape)}; expected two axes"
+    if manifest.optimizer is None:
+        return
+    for key in sorted(set(adapter) ^ set(manifest.parameters)):
+        where, other = (ADAPTER_FILE, "manifest") if key in adapter else ("the manifest", ADAPTER_FILE)
+        yield f"{root}: {key} is in {where} and not in the {other}".replace("the the", "the")
+    yield from _optimizer_problems(contents, adapter)
+
+
+def _optimizer_problems(contents: Contents, adapter: dict[str, TensorSpec]) -> Iterator[str]:
+    used: dict[str, set[str]] = {name: set() for name in contents.tensors if name != ADAPTER_FILE}
+    for key, names in contents.manifest.parameters.items():
+        for name in names:
+            if name == ADAPTER_FILE:
+                yield f"{contents.root}: {key}: {name} is listed as an optimizer file"
+                continue
+            used[name].add(key)
+            spec = contents.tensors[name].get(key)
+            expected = adapter.get(key)
+            if spec is None:
+                yield f"{contents.root / name}: has no tensor {key}, which the manifest looks for there"
+            elif spec.dtype is not STATE_DTYPE:
+                yield f"{contents.root / name}: {key} has dtype {NAME_OF_DTYPE[spec.dtype]}; expected F32"
+            elif expected is not None and spec.shape != expected.shape:
+                yield (
+                    f"{contents.root / name}: {key} has shape {list(spec.shape)}, the adapter {list(expected.shape)}"
+                )
+    for name, keys in used.items():
+        for key in sorted(set(contents.tensors[name]) - keys):
+            yield f"{contents.root / name}: holds {key}, which the manifest does not look for there"
