@@ -123,13 +123,6 @@ class AdamState:
         """Return the tensor that the optimizer steps for `parameter`."""
         return self._masters.get(id(parameter), parameter)
 
-    def group_of(self, master: torch.Tensor) -> dict[str, Any] | None:
-        """Return the parameter group that holds `master`, or None."""
-        for group in self._optimizer.param_groups:
-            if any(held is master for held in group["params"]):
-                return group
-        return None
-
     def reader(self) -> StateReader:
         """Return a reader that looks parameters up in constant time; make one for each save."""
         return StateReader(self)
@@ -176,7 +169,7 @@ class StateReader:
         optimizer = state.optimizer
         self._state = state
         self._optimizer_name = type(optimizer).__name__
-        self._held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        self._group_of = {id(p): group for group in optimizer.param_groups for p in group["params"]}
 
     def read(self, key: str, parameter: torch.Tensor) -> ParameterState:
         """Return what the optimizer holds for `parameter`; `key` names it in errors.
@@ -186,7 +179,7 @@ class StateReader:
                 that cannot be exported like it.
         """
         master = self._state.master_of(parameter)
-        if id(master) not in self._held:
+        if id(master) not in self._group_of:
             what = "its master" if master is not parameter else "the parameter"
             raise OptimizerError(
                 f"{key}: {self._optimizer_name} does not hold {what} (shape {list(master.shape)}); pass "
@@ -198,6 +191,10 @@ class StateReader:
         for component in COMPONENTS:
             _check_tensor(f"{key}: {self._optimizer_name} {component}", found.component(component), parameter)
         return found
+
+    def group_of(self, master: torch.Tensor) -> Mapping[str, Any]:
+        """Return the parameter group that holds a master which `read` returned."""
+        return self._group_of[id(master)]
 
 
 def step_number(key: str, value: object) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +29,7 @@ class _Target:
     exports: tuple[Export, ...]
     state: ParameterState | None
     step: int
+    group: Mapping[str, Any]
 
     @property
     def whole(self) -> bool:
@@ -110,7 +111,8 @@ def _targets(checkpoint: Checkpoint, exports: Sequence[Export], state: AdamState
                 f"{first.key}: its parameter has one step count, the checkpoint has different ones for its rows: "
                 f"{named([f'{key}: {step}' for key, step in steps.items()], 4)}"
             )
-        targets.append(_Target(first.parameter, tuple(group), found, next(iter(steps.values()), 0)))
+        options = {} if reader is None or found is None else reader.group_of(found.master)
+        targets.append(_Target(first.parameter, tuple(group), found, next(iter(steps.values()), 0), options))
     return targets
 
 
@@ -186,12 +188,11 @@ def _write_state(checkpoint: Checkpoint, target: _Target, held: ParameterState, 
             value = torch.zeros_like(master, memory_format=torch.preserve_format)
         _write(value, target, lambda key, name=name: checkpoint.component(key, name))  # type: ignore[misc]
         entry[name] = value
-    group = state.group_of(master) or {}
     # Always a tensor of its own: parameters may share the one that is there.
-    entry["step"] = _step_like(held.step, target.step, master, group)
+    entry["step"] = _step_like(held.step, target.step, master, target.group)
 
 
-def _step_like(old: object, step: int, master: torch.Tensor, group: dict[str, Any]) -> object:
+def _step_like(old: object, step: int, master: torch.Tensor, group: Mapping[str, Any]) -> object:
     if old is not None and not isinstance(old, torch.Tensor):
         return type(old)(step)  # type: ignore[call-arg]  # an int or float, as it was found
     on_device = bool(group.get("capturable") or group.get("fused"))
