@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,14 +27,25 @@ from packckpt.manifest import (
 )
 from packckpt.merge import MergedKey, Part, blocks_of, join_parts
 from packckpt.optimizer import COMPONENTS, Hyperparameters
+from packckpt.strands import Strands
 from packckpt.tensorfile import TensorFileWriter, new_digest, tensor_bytes
 from packckpt.verify import verify_checkpoint
+from packckpt.windows import WEIGHTS
 
-# Asked for at once from every rank; the memory that a commit needs beside one largest tensor.
-WINDOW_BYTES = 64 << 20
+# Fetched at once; two such windows may wait to be written, one is being fetched and one joined.
+WINDOW_BYTES = 32 << 20
+MEMORY_BYTES = 4 * WINDOW_BYTES
 
 # (rank, component, keys) -> the bytes of each key, in order
 Fetch = Callable[[int, str, Sequence[str]], list[memoryview]]
+
+
+@dataclass(frozen=True, slots=True)
+class WholeFile:
+    """A file of a snapshot that stands as the checkpoint will have it, already digested."""
+
+    path: Path
+    digest: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +59,8 @@ class Commit:
         merged: the tensors, in string order of their keys.
         durable: sync files and directories to disk.
         strict_duplicates: compare what several ranks export under one key.
+        whole_files: by relative path, files of snapshots that are moved instead of merged; their owners have
+            synced them where durable.
     """
 
     destination: Path
@@ -55,12 +69,13 @@ class Commit:
     merged: Sequence[MergedKey]
     durable: bool
     strict_duplicates: bool
+    whole_files: Mapping[str, WholeFile] = field(default_factory=dict)
 
     def write(self, fetch: Fetch) -> str:
         """Write the checkpoint beside the destination, rename it into place, and return its digest.
 
-        Every file is written once, front to back, and digested on the way. Memory: twice 64 MiB, or twice the
-        largest tensor where that is larger.
+        Every file is written once, front to back, and digested on the way, several of them side by side.
+        Memory: `MEMORY_BYTES`, or four times the largest tensor where that is more.
 
         Raises:
             SaveError: something else is at the destination, or ranks disagree about a key.
@@ -75,31 +90,76 @@ class Commit:
             remove_tree(temporary)
 
     def _write_files(self, root: Path, fetch: Fetch) -> str:
-        files = {ADAPTER_FILE: self._write_tensors(root / ADAPTER_FILE, "lora", self.merged, fetch)}
-        parameters: dict[str, list[str]] = {}
+        layout = self._layout()
         if self.optimizer is not None:
             os.mkdir(root / OPTIMIZER_DIRECTORY)
-            for number, items in enumerate(blocks_of(self.merged).values()):
-                names = [optimizer_file(component, number) for component in COMPONENTS]
-                for component, name in zip(COMPONENTS, names, strict=True):
-                    files[name] = self._write_tensors(root / name, component, items, fetch)
-                parameters.update((item.key, names) for item in items)
+        taken = {name: digest for name in layout if (digest := self._take(root, name)) is not None}
+        merged = self._merge_files(root, {name: layout[name] for name in layout if name not in taken}, fetch)
+        files = {**taken, **merged}
+        if self.optimizer is not None:
             self._sync_directory(root / OPTIMIZER_DIRECTORY)
         files[CONFIG_FILE] = self._write_bytes(root / CONFIG_FILE, config_bytes(self.config))
         steps = {item.key: item.step for item in self.merged if item.step is not None}
-        content, digest = manifest_bytes(str(self.config[MODEL_KEY]), self.optimizer, parameters, steps, files)
+        content, digest = manifest_bytes(str(self.config[MODEL_KEY]), self.optimizer, self._parameters(), steps, files)
         self._write_bytes(root / MANIFEST_FILE, content)
         self._sync_directory(root)
         return digest
 
-    def _write_tensors(self, path: Path, component: str, items: Sequence[MergedKey], fetch: Fetch) -> str:
-        is_adapter = component == "lora"
+    def _layout(self) -> dict[str, tuple[str, Sequence[MergedKey]]]:
+        """Return the tensor files by relative path: their component and tensors."""
+        return {name: (component, items) for name, component, items in tensor_files(self.merged, self._has_state)}
+
+    @property
+    def _has_state(self) -> bool:
+        return self.optimizer is not None
+
+    def _parameters(self) -> dict[str, list[str]]:
+        if not self._has_state:
+            return {}
+        return {
+            item.key: [optimizer_file(component, number) for component in COMPONENTS]
+            for number, items in enumerate(blocks_of(self.merged).values())
+            for item in items
+        }
+
+    def _take(self, root: Path, name: str) -> str | None:
+        """Move a whole file of a snapshot into the checkpoint; None where it has to be merged after all."""
+        whole = self.whole_files.get(name)
+        if whole is None:
+            return None
+        try:
+            os.rename(whole.path, root / name)
+        except (FileNotFoundError, NotADirectoryError):
+            return None  # on another machine's disk: its rank sends the bytes
+        return whole.digest
+
+    def _merge_files(
+        self, root: Path, layout: Mapping[str, tuple[str, Sequence[MergedKey]]], fetch: Fetch
+    ) -> dict[str, str]:
+        """Write files from what the ranks hold: fetched in order, written and digested on several threads."""
+        digests: dict[str, str] = {}
+        writers: list[TensorFileWriter] = []
+        strands = Strands(most_bytes=2 * WINDOW_BYTES)
+        try:
+            for name, (component, items) in layout.items():
+                writer = self._open_writer(root / name, component, items)
+                writers.append(writer)
+                for window in _windows(items):
+                    parts = list(self._merged_window(component, window, fetch))
+                    strands.submit(name, partial(_append, writer, parts), size_bytes=sum(map(len, parts)))
+                strands.submit(name, partial(_finish, writer, name, digests))
+            strands.finish()
+        except BaseException:
+            strands.cancel()
+            for writer in writers:
+                writer.discard()
+            raise
+        return digests
+
+    def _open_writer(self, path: Path, component: str, items: Sequence[MergedKey]) -> TensorFileWriter:
+        is_adapter = component == WEIGHTS
         specs = [item.spec(item.dtype if is_adapter else STATE_DTYPE) for item in items]
-        with TensorFileWriter(path, specs, ascii_header=is_adapter, durable=self.durable) as writer:
-            for window in _windows(items):
-                for data in self._merged_window(component, window, fetch):
-                    writer.append(data)
-            return writer.finish()
+        return TensorFileWriter(path, specs, ascii_header=is_adapter, durable=self.durable)
 
     def _merged_window(self, component: str, items: Sequence[MergedKey], fetch: Fetch) -> Iterator[memoryview]:
         wanted = [part for item in items for part in (*item.parts, *self._compared(item))]
@@ -144,6 +204,24 @@ class Commit:
             sync_directory(path)
 
 
+def tensor_files(merged: Sequence[MergedKey], has_state: bool) -> Iterator[tuple[str, str, Sequence[MergedKey]]]:
+    """Yield the tensor files of a checkpoint: relative path, component, tensors in key order."""
+    yield ADAPTER_FILE, WEIGHTS, merged
+    for number, items in enumerate(blocks_of(merged).values()):
+        for component in COMPONENTS if has_state else ():
+            yield optimizer_file(component, number), component, items
+
+
+def owners_of_files(merged: Sequence[MergedKey], has_state: bool) -> dict[str, int]:
+    """Return the files that one rank alone fills, by relative path, and that rank."""
+    owners: dict[str, int] = {}
+    for name, _, items in tensor_files(merged, has_state):
+        ranks = {part.rank for item in items for part in (*item.parts, *item.duplicates)}
+        if len(ranks) == 1 and all(len(item.parts) == 1 for item in items):
+            owners[name] = ranks.pop()
+    return owners
+
+
 def expect_free(destination: Path) -> None:
     """Refuse a destination where something stands that cannot be the same checkpoint.
 
@@ -184,6 +262,15 @@ def _expect_same_checkpoint(destination: Path, digest: str) -> None:
         )
 
 
+def _append(writer: TensorFileWriter, parts: Sequence[memoryview]) -> None:
+    for part in parts:
+        writer.append(part)
+
+
+def _finish(writer: TensorFileWriter, name: str, digests: dict[str, str]) -> None:
+    digests[name] = writer.finish()
+
+
 def _windows(items: Iterable[MergedKey]) -> Iterator[list[MergedKey]]:
     window: list[MergedKey] = []
     size = 0
@@ -199,7 +286,7 @@ def _windows(items: Iterable[MergedKey]) -> Iterator[list[MergedKey]]:
 
 
 def _joined(component: str, item: MergedKey, datas: Sequence[memoryview]) -> memoryview:
-    dtype = item.dtype if component == "lora" else STATE_DTYPE
+    dtype = item.dtype if component == WEIGHTS else STATE_DTYPE
     tensors = [_tensor(data, dtype, part.entry.shape) for data, part in zip(datas, item.parts, strict=True)]
     return tensor_bytes(join_parts(item, tensors))
 
@@ -216,7 +303,7 @@ def _expect_same(
 ) -> None:
     twin = next(index for index, part in enumerate(item.parts) if part.entry.shard == duplicate.entry.shard)
     if datas[twin] != data or item.parts[twin].entry.step != duplicate.entry.step:
-        what = "value" if component == "lora" else component
+        what = "value" if component == WEIGHTS else component
         raise SaveError(
             f"{item.key}: ranks {item.parts[twin].rank} and {duplicate.rank} export it with different {what}s; "
             "expected equal ones under strict_duplicates (without it the lowest rank's is taken)"

@@ -24,9 +24,18 @@ def sync_file(file: IO[bytes]) -> None:
     os.fsync(file.fileno())
 
 
+def sync_path(path: str | os.PathLike[str]) -> None:
+    """Wait until the disk has the data of a file that is closed."""
+    _sync(path, os.O_RDONLY)
+
+
 def sync_directory(path: str | os.PathLike[str]) -> None:
     """Wait until the disk has the entries of a directory."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    _sync(path, os.O_RDONLY | os.O_DIRECTORY)
+
+
+def _sync(path: str | os.PathLike[str], flags: int) -> None:
+    descriptor = os.open(path, flags)
     try:
         os.fsync(descriptor)
     finally:

@@ -13,8 +13,9 @@ from packckpt.dtypes import STATE_DTYPE
 from packckpt.errors import OptimizerError, PackckptError
 from packckpt.exports import Export, block_of, check_exports
 from packckpt.optimizer import COMPONENTS, AdamState, ParameterState, StateReader
+from packckpt.windows import FilePlan, plan_files
 
-PathName = Literal["slice", "coalesced"]
+PathName = Literal["slice", "coalesced", "staged"]
 PATHS: tuple[PathName, ...] = get_args(PathName)
 
 
@@ -89,6 +90,13 @@ class TransferPlan:
     weight_calls: int
     weight_bytes: int
     narrowed_keys: tuple[str, ...]
+
+    @property
+    def files(self) -> list[FilePlan]:
+        """The exports laid out as the files of a checkpoint, which is how the staged path copies them."""
+        return plan_files(
+            (export, unit.state) for block in self.blocks for unit in block.units for export in unit.exports
+        )
 
     @property
     def optimizer_calls(self) -> int:

@@ -6,7 +6,7 @@ import os
 import threading
 import warnings
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -14,16 +14,18 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from packckpt.commit import Commit, expect_free
+from packckpt.commit import Commit, WholeFile, expect_free, owners_of_files
 from packckpt.errors import PackckptError, SaveError
 from packckpt.exports import Export, named
 from packckpt.manifest import portable_config
-from packckpt.merge import MergedKey, merge_entries
+from packckpt.merge import MergedKey, blocks_of, merge_entries
 from packckpt.optimizer import COMPONENTS, AdamState, Hyperparameters
 from packckpt.plan import PATHS, PathName, TransferPlan, plan_transfers
 from packckpt.ranks import Message, Ranks, describe, open_ranks
 from packckpt.reservation import Reservation, reserve
-from packckpt.snapshot import Entry, Snapshot, SnapshotReader, entries_of
+from packckpt.snapshot import BlockSnapshot, Entry, Snapshot, SnapshotReader, entries_of
+from packckpt.staged import StagedSnapshot
+from packckpt.staging import DEFAULT_BUFFER_BYTES, Stager
 from packckpt.transfer import TransferLog, path_named, read_steps, synchronize
 from packckpt.turns import Turns
 
@@ -83,7 +85,8 @@ class CheckpointSaver:
     """Saves packed-expert parameters and their optimizer state, without a change to the checkpoint format.
 
     Args:
-        path: "coalesced" copies each complete packed parameter once; "slice" copies every expert by itself.
+        path: "coalesced" copies each complete packed parameter once; "slice" copies every expert by itself;
+            "staged" brings everything through a ring of two buffers, gathered on the device, and writes it once.
         group: a `torch.distributed` group whose ranks save together; None means the default group where one is
             initialised when the first save begins, else one process. The group itself is never used: two gloo
             groups of the same ranks are made at the first prepare, which is collective.
@@ -92,6 +95,10 @@ class CheckpointSaver:
         timeout_seconds: how long a rank waits for another.
         strict_duplicates: where several ranks export one key, compare their values and refuse to save different
             ones. By default the lowest rank's is taken, unseen.
+        buffer_bytes: staged only: size of each of the ring's two buffers, a power of two (pinned memory is
+            rounded up to one). At least one row of an exported tensor.
+        async_write: staged only: prepare returns once everything is on the host, of which the last two buffers
+            are still being written. What goes wrong there is raised by finalize.
 
     Prepare may be called from several threads, whose saves keep the order in which they began, and finalize from
     another thread than prepare, on all ranks alike. Host memory during prepare: what the path states for the
@@ -109,16 +116,24 @@ class CheckpointSaver:
         *,
         timeout_seconds: float = 1800.0,
         strict_duplicates: bool = False,
+        buffer_bytes: int = DEFAULT_BUFFER_BYTES,
+        async_write: bool = False,
     ) -> None:
         if path not in PATHS:
             raise PackckptError(f"CheckpointSaver path is {path!r}; expected one of {', '.join(PATHS)}")
         if not timeout_seconds > 0:
             raise PackckptError(f"CheckpointSaver timeout_seconds is {timeout_seconds!r}; expected more than 0")
+        if buffer_bytes < 1:
+            raise PackckptError(f"CheckpointSaver buffer_bytes is {buffer_bytes!r}; expected 1 or more")
+        if async_write and path != "staged":
+            raise PackckptError(f"CheckpointSaver async_write goes with path='staged', not {path!r}")
         self._path: PathName = path
         self._group = group
         self._durable = durable
         self._timeout_seconds = timeout_seconds
         self._strict_duplicates = strict_duplicates
+        self._async_write = async_write
+        self._stager = Stager(buffer_bytes)
         self._conversations: list[Ranks] = []
         self._preparing = Turns()
         self._ending = Turns()
@@ -179,14 +194,13 @@ class CheckpointSaver:
             def judge(messages: list[Message]) -> Message:
                 _expect_agreement(messages)
                 merged.extend(merge_entries([[Entry.from_json(fields) for fields in m["entries"]] for m in messages]))
-                return {}
+                return _file_plan(merged, has_state=messages[0]["optimizer"] is not None)
 
-            ranks.settle("prepare", look, judge)
+            verdict = ranks.settle("prepare", look, judge)
             where, found = local[0].destination, local[0]
-            prepared = _Prepared(
-                self._number + 1, where, found.config, found.hyperparameters, merged, Snapshot(where, ranks.rank)
-            )
-            self._take(prepared, found, ranks, log)
+            snapshot, write = self._snapshot(found, ranks.rank, verdict, log)
+            prepared = _Prepared(self._number + 1, where, found.config, found.hyperparameters, merged, snapshot)
+            self._take(prepared, write, ranks)
             return log
 
     def finalize(self, destination: str | os.PathLike[str]) -> str:
@@ -246,6 +260,7 @@ class CheckpointSaver:
             conversations, self._conversations = self._conversations, []
             for ranks in conversations:
                 ranks.close()
+            self._stager = Stager(self._stager.buffer_bytes)
 
     def __enter__(self) -> CheckpointSaver:
         return self
@@ -284,33 +299,47 @@ class CheckpointSaver:
         entries = entries_of(ordered, None if steps is None else [steps[export.key] for export in ordered])
         return _Local(where, portable, plan, hyperparameters, steps, entries)
 
-    def _take(self, prepared: _Prepared, local: _Local, ranks: Ranks, log: TransferLog) -> None:
+    def _snapshot(
+        self, local: _Local, rank: int, verdict: Message, log: TransferLog
+    ) -> tuple[Snapshot, Callable[[], None]]:
+        """Return the snapshot to be, and the function that writes it."""
+        where, plan = local.destination, local.plan
+        if self._path == "staged":
+            own = [name for name, owner in verdict["owners"].items() if owner == rank]
+            numbers = {name: number for number, name in enumerate(verdict["blocks"])}
+            staged = StagedSnapshot(where, rank, numbers, own)
+            wait = not self._async_write
+            return staged, lambda: staged.write(plan.files, self._stager, log, wait=wait)
+        blocks = BlockSnapshot(where, rank)
+        return blocks, lambda: blocks.write(plan, path_named(self._path), local.steps, log)
+
+    def _take(self, prepared: _Prepared, write: Callable[[], None], ranks: Ranks) -> None:
         """Reserve the destination and write the snapshot, or leave nothing behind."""
 
         def hold() -> Message:
             if ranks.is_coordinator:
-                prepared.reservation = reserve(local.destination)
-                expect_free(local.destination)
+                prepared.reservation = reserve(prepared.destination)
+                expect_free(prepared.destination)
             return {}
 
-        def write() -> Message:
-            prepared.snapshot.write(local.plan, path_named(self._path), local.steps, log)
+        def snapshot() -> Message:
+            write()
             return {}
 
         try:
             ranks.settle("reserve", hold)
-            ranks.settle("snapshot", write)
+            ranks.settle("snapshot", snapshot)
         except BaseException:
             prepared.clean_up(keep_parents=False)
             raise
         with self._guard:
             self._number = prepared.number
             self._pending.append(prepared)
-            self._ended.pop(local.destination, None)
+            self._ended.pop(prepared.destination, None)
 
     def _commit(self, prepared: _Prepared) -> str:
         _, ranks = self._open()
-        self._agree_to_end(ranks, prepared, "finalize")
+        whole_files = self._agree_to_end(ranks, prepared, "finalize")
         with prepared.snapshot.reader() as reader:
             if not ranks.is_coordinator:
                 return str(ranks.serve(reader)["digest"])
@@ -321,6 +350,7 @@ class CheckpointSaver:
                 prepared.merged,
                 self._durable,
                 self._strict_duplicates,
+                whole_files,
             )
             try:
                 digest = commit.write(_Fetcher(ranks, reader, prepared.merged))
@@ -332,9 +362,28 @@ class CheckpointSaver:
             ranks.dismiss({"value": {"digest": digest}})
             return digest
 
-    def _agree_to_end(self, ranks: Ranks, prepared: _Prepared, intent: str) -> None:
-        message = {"number": prepared.number, "destination": str(prepared.destination), "intent": intent}
-        ranks.settle(intent, lambda: message, lambda messages: _expect_one_intent(messages))
+    def _agree_to_end(self, ranks: Ranks, prepared: _Prepared, intent: str) -> dict[str, WholeFile]:
+        """Agree that the save ends now and how; return, on the coordinator, the files that are whole already."""
+        whole_files: dict[str, WholeFile] = {}
+
+        def tell() -> Message:
+            if intent == "finalize":
+                prepared.snapshot.complete(durable=self._durable)
+            return {
+                "ends": [prepared.number, str(prepared.destination), intent],
+                "directory": str(prepared.snapshot.directory),
+                "whole": prepared.snapshot.whole_files if intent == "finalize" else {},
+            }
+
+        def judge(messages: list[Message]) -> Message:
+            _expect_one_end(messages)
+            for message in messages:
+                root = Path(message["directory"])
+                whole_files.update({n: WholeFile(root / n, digest) for n, digest in message["whole"].items()})
+            return {}
+
+        ranks.settle(intent, tell, judge)
+        return whole_files
 
     def _next(self, where: Path) -> _Prepared | None:
         """Return the oldest prepared save if it is that of `where`, None if `where` has none."""
@@ -454,8 +503,13 @@ def _expect_agreement(messages: Sequence[Message]) -> None:
                 )
 
 
-def _expect_one_intent(messages: Sequence[Message]) -> Message:
-    if all(message == messages[0] for message in messages):
-        return {}
-    found = "; ".join(f"rank {r}: {m['intent']} {m['destination']}" for r, m in enumerate(messages))
+def _file_plan(merged: Sequence[MergedKey], *, has_state: bool) -> Message:
+    """Return what every rank needs to lay its files out as the checkpoint will have them."""
+    return {"blocks": list(blocks_of(merged)), "owners": owners_of_files(merged, has_state)}
+
+
+def _expect_one_end(messages: Sequence[Message]) -> None:
+    if all(message["ends"] == messages[0]["ends"] for message in messages):
+        return
+    found = "; ".join(f"rank {r}: {m['ends'][2]} {m['ends'][1]}" for r, m in enumerate(messages))
     raise SaveError(f"ranks disagree on how the save ends ({found}); it is aborted on every rank")

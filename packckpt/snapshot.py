@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -60,12 +60,39 @@ def entries_of(exports: Iterable[Export], steps: Sequence[int] | None) -> list[E
 class Snapshot:
     """A directory `.<name>.snapshot-r<rank>-<random hex>` that holds one rank's exports.
 
-    Its files are private to this package and need not survive the process: they are never synced.
+    Its layout is private to the path that writes it, and it need not survive the process.
     """
 
     def __init__(self, destination: Path, rank: int) -> None:
         self.directory = destination.with_name(f".{destination.name}.snapshot-r{rank}-{secrets.token_hex(8)}")
-        self._file_of_block: dict[str, Path] = {}
+
+    @property
+    def whole_files(self) -> dict[str, str]:
+        """Files that stand as the checkpoint will have them: relative path to digest."""
+        return {}
+
+    def complete(self, *, durable: bool) -> None:
+        """Wait until everything is written; put whole files on disk where durable.
+
+        Raises:
+            BaseException: what a write that went on after prepare raised.
+        """
+
+    def reader(self) -> SnapshotReader:
+        """Open the snapshot for reading; use it as a context manager."""
+        raise NotImplementedError
+
+    def remove(self) -> None:
+        """Remove the directory and its files, if they are there."""
+        remove_tree(self.directory)
+
+
+class BlockSnapshot(Snapshot):
+    """A snapshot of one file `block-<6 digits>.safetensors` for each layer block."""
+
+    def __init__(self, destination: Path, rank: int) -> None:
+        super().__init__(destination, rank)
+        self._file_of_block: dict[str, str] = {}
 
     def write(self, plan: TransferPlan, path: TransferPath, steps: dict[str, int] | None, log: TransferLog) -> None:
         """Capture and write one block after another; each is let go before the next is copied.
@@ -79,27 +106,30 @@ class Snapshot:
                 for export in block.exports:
                     # float64 holds every step up to 2**53 exactly.
                     tensors[f"step/{export.key}"] = torch.tensor(steps[export.key], dtype=torch.float64)
-            self._file_of_block[block.name] = self.directory / f"block-{number:06d}.safetensors"
-            write_tensors(self._file_of_block[block.name], tensors)
+            self._file_of_block[block.name] = f"block-{number:06d}.safetensors"
+            write_tensors(self.directory / self._file_of_block[block.name], tensors)
             del tensors
 
     def reader(self) -> SnapshotReader:
         """Open the snapshot for reading; use it as a context manager."""
-        return SnapshotReader(self._file_of_block)
-
-    def remove(self) -> None:
-        """Remove the directory and its files, if they are there."""
-        remove_tree(self.directory)
+        return SnapshotReader(
+            self.directory, lambda component, key: (self._file_of_block[block_of(key)], f"{component}/{key}")
+        )
 
 
 class SnapshotReader:
     """Reads tensors of a snapshot by component and key; keeps its files open until it is left.
 
+    Args:
+        directory: of the snapshot.
+        locate: maps a component ("lora", "master", ...) and a key to a file and the tensor's name in it.
+
     Memory: pages of the mapped files, which the system takes back when it needs them.
     """
 
-    def __init__(self, file_of_block: dict[str, Path]) -> None:
-        self._file_of_block = file_of_block
+    def __init__(self, directory: Path, locate: Callable[[str, str], tuple[str, str]]) -> None:
+        self._directory = directory
+        self._locate = locate
         self._opened: dict[str, Any] = {}
         self._stack = ExitStack()
 
@@ -111,13 +141,13 @@ class SnapshotReader:
         self._stack.close()
 
     def __call__(self, component: str, keys: Sequence[str]) -> list[memoryview]:
-        """Return the bytes of one component ("lora", "master", ...) of the keys."""
+        """Return the bytes of one component of the keys."""
         return list(self._parts(component, keys))
 
     def _parts(self, component: str, keys: Iterable[str]) -> Iterator[memoryview]:
         for key in keys:
-            block = block_of(key)
-            if block not in self._opened:
-                file = safe_open(self._file_of_block[block], framework="pt", device="cpu")
-                self._opened[block] = self._stack.enter_context(file)
-            yield tensor_bytes(self._opened[block].get_tensor(f"{component}/{key}"))
+            name, tensor = self._locate(component, key)
+            if name not in self._opened:
+                file = safe_open(self._directory / name, framework="pt", device="cpu")
+                self._opened[name] = self._stack.enter_context(file)
+            yield tensor_bytes(self._opened[name].get_tensor(tensor))

@@ -106,17 +106,18 @@ class TensorFileWriter:
             self._file.close()
         return self._digest.hexdigest() if self._digest else ""
 
+    def discard(self) -> None:
+        """Close the file without an error; it is about to be removed."""
+        with suppress(OSError):  # a full disk fails again on closing; the first error is the one to tell
+            self._file.close()
+
     def __enter__(self) -> TensorFileWriter:
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if error is None:
-            self._file.close()
-            return
-        with suppress(OSError):  # a full disk fails again on closing; the first error is the one to tell
-            self._file.close()
+        self.discard()
 
     def _put(self, data: bytes | bytearray | memoryview) -> None:
         if self._digest:

@@ -26,11 +26,16 @@ class Count:
 
 @dataclass(slots=True)
 class TransferLog:
-    """What really left the device in one save, by kind: weights, optimizer state, step counts."""
+    """What really left the device in one save, by kind: weights, optimizer state, step counts.
+
+    Attributes:
+        notes: where the save had to fall back to something slower, in words.
+    """
 
     weight: Count = field(default_factory=Count)
     optimizer: Count = field(default_factory=Count)
     step: Count = field(default_factory=Count)
+    notes: list[str] = field(default_factory=list)
 
     def add(self, kind: Kind, moved: torch.Tensor) -> None:
         """Count one transfer of the bytes of `moved`."""
@@ -182,8 +187,15 @@ def _to_host(source: torch.Tensor, kind: Kind, log: TransferLog) -> torch.Tensor
     The destination takes the strides of a dense source, so that a transposed view is one plain copy and is
     not packed on the device. `.to("cpu")` would return the source itself where it is on the host already.
     """
-    source = source.detach()
-    host = torch.empty_like(source, device="cpu")
-    host.copy_(source)
-    log.add(kind, host)
+    host = torch.empty_like(source.detach(), device="cpu")
+    copy_in(host, source.detach(), kind, log)
     return host
+
+
+def copy_in(
+    host: torch.Tensor, source: torch.Tensor, kind: Kind, log: TransferLog, *, non_blocking: bool = False
+) -> None:
+    """Copy a tensor into host memory, and log it: every byte that leaves a device passes here."""
+    host.copy_(source, non_blocking=non_blocking)
+    if host.numel():
+        log.add(kind, host)

@@ -1,0 +1,128 @@
+"""The snapshot of the staged path: files as the checkpoint will have them, written through a ring as they arrive."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+
+from packckpt.disk import sync_path
+from packckpt.exports import block_of
+from packckpt.manifest import ADAPTER_FILE, OPTIMIZER_DIRECTORY, optimizer_file
+from packckpt.snapshot import Snapshot, SnapshotReader
+from packckpt.staging import Stager
+from packckpt.strands import MOST_THREADS, Strands
+from packckpt.tensorfile import TensorFileWriter, TensorSpec
+from packckpt.transfer import TransferLog
+from packckpt.windows import WEIGHTS, FilePlan
+
+
+class StagedSnapshot(Snapshot):
+    """A snapshot laid out like the checkpoint.
+
+    A file that is this rank's alone is digested while it is written, and moved into the checkpoint by the commit;
+    of the others it holds this rank's tensors.
+
+    Args:
+        block_numbers: number of every layer block of the checkpoint, by name.
+        own_files: relative paths of the checkpoint's files that are this rank's alone.
+    """
+
+    def __init__(
+        self, destination: Path, rank: int, block_numbers: Mapping[str, int], own_files: Iterable[str]
+    ) -> None:
+        super().__init__(destination, rank)
+        self._block_numbers = block_numbers
+        self._own_files = frozenset(own_files)
+        self._digests: dict[str, str] = {}
+        self._strands: Strands | None = None
+        self._writers: list[TensorFileWriter] = []
+        # One for each window: small beside the window, and gone when all are written.
+        self._arrivals: list[Callable[[], None]] = []
+
+    @property
+    def whole_files(self) -> dict[str, str]:
+        """Files that stand as the checkpoint will have them: relative path to digest."""
+        return {name: self._digests[name] for name in sorted(self._own_files & self._digests.keys())}
+
+    def write(self, files: Sequence[FilePlan], stager: Stager, log: TransferLog, *, wait: bool = True) -> None:
+        """Copy, write and digest window after window; a window is let go when it is written.
+
+        Args:
+            files: in the order in which they are written.
+            stager: the ring that the windows go through.
+            wait: return when everything is written; else when everything is on the host, and `complete` waits.
+
+        Host memory: the stager's ring, whatever the number of files.
+        """
+        os.mkdir(self.directory)
+        if any(file.component != WEIGHTS for file in files):
+            os.mkdir(self.directory / OPTIMIZER_DIRECTORY)
+        self._strands = Strands(1 if not wait else None)
+        for file in files:
+            self._write_file(file, stager, log)
+        for arrive in self._arrivals:
+            arrive()
+        if wait:
+            self._join()
+
+    def complete(self, *, durable: bool) -> None:
+        """Wait until everything is written; put whole files on disk where durable."""
+        self._join()
+        if durable:
+            with ThreadPoolExecutor(MOST_THREADS) as pool:
+                list(pool.map(sync_path, [self.directory / name for name in self.whole_files]))
+
+    def reader(self) -> SnapshotReader:
+        """Open the snapshot for reading; use it as a context manager."""
+        return SnapshotReader(self.directory, lambda component, key: (self._file_name(component, block_of(key)), key))
+
+    def remove(self) -> None:
+        """End the writing and remove the directory and its files."""
+        if self._strands is not None:
+            self._strands.cancel()
+        for writer in self._writers:
+            writer.discard()
+        super().remove()
+
+    def _join(self) -> None:
+        if self._strands is not None:
+            self._strands.finish()
+        self._arrivals.clear()
+        self._writers.clear()
+
+    def _write_file(self, file: FilePlan, stager: Stager, log: TransferLog) -> None:
+        assert self._strands is not None
+        name = self._file_name(file.component, file.block or "")
+        specs = [TensorSpec(export.key, file.dtype_of(export), export.shape) for export, _ in file.exports]
+        writer = TensorFileWriter(
+            self.directory / name,
+            specs,
+            ascii_header=file.component == WEIGHTS,
+            digested=name in self._own_files,
+        )
+        self._writers.append(writer)
+        for window in file.windows(stager.buffer_bytes):
+            slot = stager.slot_for(window, log)
+            try:
+                parts, arrive = stager.capture(window, slot, log)
+            except BaseException:
+                slot.release()
+                raise
+            self._arrivals.append(arrive)
+            self._strands.submit(name, partial(_append, writer, parts, arrive), slot.release)
+        self._strands.submit(name, partial(self._finish_file, name, writer))
+
+    def _finish_file(self, name: str, writer: TensorFileWriter) -> None:
+        self._digests[name] = writer.finish()
+
+    def _file_name(self, component: str, block: str) -> str:
+        return ADAPTER_FILE if component == WEIGHTS else optimizer_file(component, self._block_numbers[block])
+
+
+def _append(writer: TensorFileWriter, parts: Sequence[memoryview], arrive: Callable[[], None]) -> None:
+    arrive()
+    for part in parts:
+        writer.append(part)

@@ -1,0 +1,220 @@
+"""Bring windows of a save to the host through a ring: gathered and transposed where the tensors are."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+
+from packckpt.ring import Ring, Slot
+from packckpt.tensorfile import host_bytes
+from packckpt.transfer import Kind, TransferLog, copy_in
+from packckpt.windows import WEIGHTS, Copy, Piece, Run, Window
+
+_LOGGER = logging.getLogger("packckpt")
+DEFAULT_BUFFER_BYTES = 64 << 20
+
+
+class Stager:
+    """The memory and the streams of staged saves: made at the first one, kept for the next.
+
+    Args:
+        buffer_bytes: a window's most bytes; the ring holds two such buffers.
+
+    Host memory: two buffers, pinned where an accelerator is in use and the system allows it.
+    Device memory: one buffer on the accelerator while a window is gathered.
+    """
+
+    def __init__(self, buffer_bytes: int = DEFAULT_BUFFER_BYTES) -> None:
+        self.buffer_bytes = buffer_bytes
+        self._ring: Ring | None = None
+        self._streams: dict[torch.device, Any] = {}
+        self._zeros = memoryview(b"")
+        self._told: set[str] = set()
+
+    def slot_for(self, window: Window, log: TransferLog) -> Slot:
+        """Wait for a place for the window in the ring."""
+        if self._ring is None:
+            accelerators = sorted({str(copy.device) for copy in window.copies if copy.device.type != "cpu"})
+            self._ring = self._make_ring(accelerators[0] if accelerators else None, log)
+        return self._ring.acquire(window.bytes)
+
+    def capture(self, window: Window, slot: Slot, log: TransferLog) -> tuple[list[memoryview], Callable[[], None]]:
+        """Begin the copies of a window into its slot.
+
+        Returns:
+            the window's bytes in file order, and a function that waits until they are there.
+        """
+        places: dict[int, memoryview] = {}
+        waits = []
+        with torch.no_grad():
+            for copy in window.copies:
+                memory = slot.memory[copy.offset_bytes : copy.offset_bytes + copy.bytes]
+                waits.append(self._copy(copy, memory.view(copy.dtype), log))
+                places.update(_places(copy, host_bytes(memory)))
+        parts = [places.get(id(piece)) or self._zero_bytes(piece.bytes) for piece in window.pieces]
+
+        def wait() -> None:
+            for each in waits:
+                each()
+
+        return parts, wait
+
+    def _copy(self, copy: Copy, host: torch.Tensor, log: TransferLog) -> Callable[[], None]:
+        kind = _kind(copy)
+        if copy.device.type == "cpu":
+            self._tell("parameters or optimizer state on the CPU are gathered by the CPU", log)
+            (run,) = copy.runs
+            _gather_on_host(run, host.view(run.shape), kind, log)
+            return lambda: None
+        with self._stream_of(copy.device):
+            stage = self._stage(copy, log)
+            if stage is None:
+                _copy_rows(copy, host, kind, log)
+                return lambda: None
+            copy_in(host, stage, kind, log, non_blocking=host.is_pinned())
+            # Freed here and taken by the next window on this stream, which waits for this copy: one is enough.
+            del stage
+            return self._recorded(copy.device)
+
+    def _stage(self, copy: Copy, log: TransferLog) -> torch.Tensor | None:
+        """Gather a copy's runs side by side on their device; None where it has no memory for that."""
+        try:
+            stage = torch.empty(copy.numel, dtype=copy.dtype, device=copy.device)
+        except torch.OutOfMemoryError:
+            self._tell(f"no {copy.bytes} bytes on {copy.device} to gather in; rows are copied one by one", log)
+            return None
+        offset = 0
+        for run in copy.runs:
+            _gather(run, stage[offset : offset + run.numel].view(run.shape))
+            offset += run.numel
+        return stage
+
+    def _stream_of(self, device: torch.device) -> AbstractContextManager[Any]:
+        """Enter the copy stream of a device, ordered after what the trainer has submitted."""
+        module = torch.get_device_module(device)
+        if device.type != "cuda":
+            return nullcontext()
+        if device not in self._streams:
+            self._streams[device] = module.Stream(device)
+        stream = self._streams[device]
+        stream.wait_stream(module.current_stream(device))
+        context: AbstractContextManager[Any] = module.stream(stream)
+        return context
+
+    def _recorded(self, device: torch.device) -> Callable[[], None]:
+        if device.type != "cuda":
+            return lambda: None
+        event = torch.Event(device)
+        event.record(self._streams[device])
+
+        def wait() -> None:
+            # On a thread of its own, CUDA would otherwise wake up device 0 as well.
+            torch.cuda.set_device(device)
+            event.synchronize()
+
+        return wait
+
+    def _make_ring(self, accelerator: str | None, log: TransferLog) -> Ring:
+        size_bytes = 2 * self.buffer_bytes
+        if accelerator is None:
+            return Ring(size_bytes, pinned=False)
+        try:
+            with torch.get_device_module(accelerator).device(accelerator):
+                return Ring(size_bytes, pinned=True)
+        except (RuntimeError, AttributeError) as error:
+            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+            self._tell(f"no pinned memory ({reason}); copies go through pageable memory and block", log)
+            return Ring(size_bytes, pinned=False)
+
+    def _zero_bytes(self, count: int) -> memoryview:
+        # Pages of a fresh allocation that are only read take no memory.
+        if len(self._zeros) < count:
+            self._zeros = host_bytes(torch.zeros(count, dtype=torch.uint8))
+        return self._zeros[:count]
+
+    def _tell(self, what: str, log: TransferLog) -> None:
+        """Record a fall-back in the log of the save, and say it once."""
+        if what not in log.notes:
+            log.notes.append(what)
+        if what not in self._told:
+            self._told.add(what)
+            _LOGGER.warning("staged path: %s", what)
+
+
+def _kind(copy: Copy) -> Kind:
+    return "weight" if copy.component == WEIGHTS else "optimizer"
+
+
+def _places(copy: Copy, memory: memoryview) -> Iterator[tuple[int, memoryview]]:
+    offset = 0
+    for run in copy.runs:
+        for piece in run.pieces:
+            yield id(piece), memory[offset : offset + piece.bytes]
+            offset += piece.bytes
+
+
+def _gather(run: Run, destination: torch.Tensor) -> None:
+    """Write a run to device memory in exported order: transposed and converted by the one copy."""
+    if not run.packed:
+        destination.copy_(_single(run.pieces[0]))
+        return
+    start = 0
+    for rows in _progressions(run.rows):
+        stop = start + len(rows)
+        destination[start:stop].copy_(_rows(run.source, rows).transpose(1, 2))
+        start = stop
+
+
+def _gather_on_host(run: Run, destination: torch.Tensor, kind: Kind, log: TransferLog) -> None:
+    if not run.packed:
+        copy_in(destination, _single(run.pieces[0]), kind, log)
+        return
+    progressions = _progressions(run.rows)
+    if len(progressions) == 1:
+        source = _rows(run.source, progressions[0])
+    else:
+        # Memory: the run once more, at most a buffer.
+        source = run.source.index_select(0, torch.tensor(run.rows))
+    copy_in(destination, source.transpose(1, 2), kind, log)
+
+
+def _copy_rows(copy: Copy, host: torch.Tensor, kind: Kind, log: TransferLog) -> None:
+    """Copy piece by piece in the source's own strides, which takes no memory on the device."""
+    offset = 0
+    for run in copy.runs:
+        for piece in run.pieces:
+            value = _single(piece)
+            landed = torch.empty_like(value, device="cpu")
+            copy_in(landed, value, kind, log)
+            size = (piece.stop - piece.start) * piece.columns
+            host[offset : offset + size].view(piece.stop - piece.start, piece.columns).copy_(landed)
+            offset += size
+
+
+def _single(piece: Piece) -> torch.Tensor:
+    source = piece.source
+    assert source is not None
+    row = source if piece.export.expert is None else source[piece.export.expert]
+    return row.detach().T[piece.start : piece.stop]
+
+
+def _rows(source: torch.Tensor, rows: range) -> torch.Tensor:
+    return source.detach()[rows.start : rows.stop : rows.step]
+
+
+def _progressions(rows: Sequence[int]) -> list[range]:
+    """Split ascending rows into as few slices as a look ahead of one finds: `0, 1, 2, 6, 8` is `0..2`, `6, 8`."""
+    slices: list[range] = []
+    start = 0
+    while start < len(rows):
+        stop = start + 1
+        step = rows[stop] - rows[start] if stop < len(rows) else 1
+        while stop < len(rows) and rows[stop] - rows[stop - 1] == step:
+            stop += 1
+        slices.append(range(rows[start], rows[stop - 1] + 1, step))
+        start = stop
+    return slices

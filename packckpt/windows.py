@@ -1,0 +1,237 @@
+"""How the staged path cuts a save: files in key order, windows that fit a buffer, one copy for each of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from packckpt.dtypes import STATE_DTYPE
+from packckpt.errors import ExportError
+from packckpt.exports import Export
+from packckpt.optimizer import COMPONENTS, ParameterState
+
+WEIGHTS = "lora"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Piece:
+    """Rows `start` to `stop` of one exported tensor, as they stand in the file.
+
+    Attributes:
+        export: whose tensor it is.
+        source: the tensor that it is cut from (parameter, master or moment), or None for zeros.
+        start, stop: rows of the exported `(out, in)` tensor; all of them unless it is larger than a buffer.
+        dtype: as written.
+    """
+
+    export: Export
+    source: torch.Tensor | None
+    start: int
+    stop: int
+    dtype: torch.dtype
+
+    @property
+    def columns(self) -> int:
+        """Elements in one row of the exported tensor."""
+        return self.export.shape[1]
+
+    @property
+    def bytes(self) -> int:
+        """Size in the file."""
+        return (self.stop - self.start) * self.columns * self.dtype.itemsize
+
+    @property
+    def complete(self) -> bool:
+        """Whether the piece is the whole exported tensor."""
+        return self.stop - self.start == self.export.shape[0]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Run:
+    """Pieces of one source that are gathered by one operation.
+
+    Either complete rows of a packed tensor, ascending, or a single piece.
+    """
+
+    pieces: tuple[Piece, ...]
+
+    @property
+    def source(self) -> torch.Tensor:
+        """The tensor that all pieces are cut from."""
+        source = self.pieces[0].source
+        assert source is not None
+        return source
+
+    @property
+    def packed(self) -> bool:
+        """Whether the pieces are complete rows of a packed tensor."""
+        return self.pieces[0].export.expert is not None and self.pieces[0].complete
+
+    @property
+    def rows(self) -> list[int]:
+        """The expert rows of a packed run."""
+        return [piece.export.expert or 0 for piece in self.pieces]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the gathered tensor: `[rows, out, in]`, or `[stop - start, in]` of a single piece."""
+        first = self.pieces[0]
+        size = (first.stop - first.start, first.columns)
+        return (len(self.pieces), *size) if self.packed else size
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return sum(piece.stop - piece.start for piece in self.pieces) * self.pieces[0].columns
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Copy:
+    """One transfer to the host: runs of one device and dtype, side by side.
+
+    Attributes:
+        offset_bytes: where in the window's buffer it lands.
+        component: of the file that it is for.
+    """
+
+    device: torch.device
+    dtype: torch.dtype
+    runs: tuple[Run, ...]
+    offset_bytes: int
+    component: str
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return sum(run.numel for run in self.runs)
+
+    @property
+    def bytes(self) -> int:
+        """Size in bytes."""
+        return self.numel * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Window:
+    """Consecutive bytes of one file, at most a buffer of them, and the copies that bring them.
+
+    Attributes:
+        pieces: in file order.
+        copies: what is transferred; zeros are not.
+    """
+
+    pieces: tuple[Piece, ...]
+    copies: tuple[Copy, ...]
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of the ring that the window takes."""
+        return sum(copy.bytes for copy in self.copies)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class FilePlan:
+    """One file of the checkpoint: all weights, or one component of one block.
+
+    Attributes:
+        component: "lora", "master", "exp_avg" or "exp_avg_sq".
+        block: the layer block, or None for the weights of all of them.
+        exports: in string order of their keys, with the state of their parameters.
+    """
+
+    component: str
+    block: str | None
+    exports: tuple[tuple[Export, ParameterState | None], ...]
+
+    def dtype_of(self, export: Export) -> torch.dtype:
+        """Return the dtype in which an export stands in this file."""
+        return export.parameter.dtype if self.component == WEIGHTS else STATE_DTYPE
+
+    def windows(self, buffer_bytes: int) -> Iterator[Window]:
+        """Cut the file into windows of at most `buffer_bytes`.
+
+        Raises:
+            ExportError: one row of a tensor is larger than a buffer; names the key.
+        """
+        pieces: list[Piece] = []
+        size = 0
+        for piece in self._pieces(buffer_bytes):
+            if pieces and size + piece.bytes > buffer_bytes:
+                yield self._window(pieces)
+                pieces, size = [], 0
+            pieces.append(piece)
+            size += piece.bytes
+        if pieces:
+            yield self._window(pieces)
+
+    def _window(self, pieces: Sequence[Piece]) -> Window:
+        return Window(tuple(pieces), _copies(pieces, self.component))
+
+    def _pieces(self, buffer_bytes: int) -> Iterator[Piece]:
+        for export, state in self.exports:
+            source = self._source(export, state)
+            dtype = self.dtype_of(export)
+            rows, columns = export.shape
+            row_bytes = columns * dtype.itemsize
+            if row_bytes > buffer_bytes:
+                raise ExportError(
+                    f"{export.key}: one row of the exported tensor takes {row_bytes} bytes, a buffer holds "
+                    f"{buffer_bytes}; raise buffer_bytes"
+                )
+            step = rows if rows * row_bytes <= buffer_bytes else buffer_bytes // row_bytes
+            for start in range(0, rows, step) if step else (0,):
+                yield Piece(export, source, start, min(start + step, rows), dtype)
+
+    def _source(self, export: Export, state: ParameterState | None) -> torch.Tensor | None:
+        if self.component == WEIGHTS:
+            return export.parameter
+        assert state is not None
+        return state.component(self.component)
+
+
+def plan_files(exports: Iterable[tuple[Export, ParameterState | None]]) -> list[FilePlan]:
+    """Lay exports out as the files of a checkpoint: optimizer files by block, then the weights.
+
+    The order is that in which they are written. The weights' file is one for all blocks, and its windows follow
+    one another on one thread, so that they come last and the other files keep the other threads busy meanwhile.
+    """
+    ordered = sorted(exports, key=lambda pair: pair[0].key)
+    weights = FilePlan(WEIGHTS, None, tuple(ordered))
+    by_block: dict[str, list[tuple[Export, ParameterState | None]]] = {}
+    for export, state in ordered:
+        if state is not None:
+            by_block.setdefault(export.block, []).append((export, state))
+    files = [FilePlan(c, block, tuple(by_block[block])) for block in sorted(by_block) for c in COMPONENTS]
+    return [weights, *files]
+
+
+def _copies(pieces: Sequence[Piece], component: str) -> tuple[Copy, ...]:
+    """Group pieces into copies: one for each accelerator and dtype, one for each run on the CPU."""
+    groups: dict[tuple[torch.device, torch.dtype], list[Run]] = {}
+    for run in _runs(pieces):
+        groups.setdefault((run.source.device, run.pieces[0].dtype), []).append(run)
+    copies: list[Copy] = []
+    offset_bytes = 0
+    # Larger elements first: every copy is then aligned for its dtype.
+    for (device, dtype), runs in sorted(groups.items(), key=lambda item: -item[0][1].itemsize):
+        for together in [[run] for run in runs] if device.type == "cpu" else [runs]:
+            copies.append(Copy(device, dtype, tuple(together), offset_bytes, component))
+            offset_bytes += copies[-1].bytes
+    return tuple(copies)
+
+
+def _runs(pieces: Iterable[Piece]) -> list[Run]:
+    packed: dict[int, list[Piece]] = {}
+    single: list[Run] = []
+    for piece in pieces:
+        if piece.source is None:
+            continue
+        if piece.export.expert is not None and piece.complete:
+            packed.setdefault(id(piece.source), []).append(piece)
+        else:
+            single.append(Run((piece,)))
+    # Where a piece lies in the buffer is free, so rows ascend: a complete parameter is then one plain slice.
+    ascending = [Run(tuple(sorted(group, key=lambda piece: piece.export.expert or 0))) for group in packed.values()]
+    return [*ascending, *single]
