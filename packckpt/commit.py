@@ -146,7 +146,7 @@ class Commit:
                 writers.append(writer)
                 for window in _windows(items):
                     parts = list(self._merged_window(component, window, fetch))
-                    strands.submit(name, partial(_append, writer, parts), size_bytes=sum(map(len, parts)))
+                    strands.submit(name, partial(writer.append, *parts), size_bytes=sum(map(len, parts)))
                 strands.submit(name, partial(_finish, writer, name, digests))
             strands.finish()
         except BaseException:
@@ -260,11 +260,6 @@ def _expect_same_checkpoint(destination: Path, digest: str) -> None:
             f"{destination}: a checkpoint with digest {found} is in the way, this save has {digest}; it was left as "
             "it is: choose another destination"
         )
-
-
-def _append(writer: TensorFileWriter, parts: Sequence[memoryview]) -> None:
-    for part in parts:
-        writer.append(part)
 
 
 def _finish(writer: TensorFileWriter, name: str, digests: dict[str, str]) -> None:

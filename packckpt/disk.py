@@ -7,13 +7,13 @@ import errno
 import os
 import shutil
 from pathlib import Path
-from typing import IO, BinaryIO
+from typing import IO
 
 _AT_FDCWD = -100
 _RENAME_NOREPLACE = 1
 
 
-def create_file(path: str | os.PathLike[str], buffering: int = -1) -> BinaryIO:
+def create_file(path: str | os.PathLike[str], buffering: int = -1) -> IO[bytes]:
     """Open a new file for writing, with the mode that the umask leaves; an existing one is an error."""
     return open(path, "xb", buffering=buffering)
 

@@ -124,5 +124,4 @@ class StagedSnapshot(Snapshot):
 
 def _append(writer: TensorFileWriter, parts: Sequence[memoryview], arrive: Callable[[], None]) -> None:
     arrive()
-    for part in parts:
-        writer.append(part)
+    writer.append(*parts)

@@ -11,7 +11,7 @@ import torch
 
 from packckpt.ring import Ring, Slot
 from packckpt.tensorfile import host_bytes
-from packckpt.transfer import Kind, TransferLog, copy_in
+from packckpt.transfer import Kind, TransferLog, copy_in, gather_in
 from packckpt.windows import WEIGHTS, Copy, Piece, Run, Window
 
 _LOGGER = logging.getLogger("packckpt")
@@ -171,7 +171,7 @@ def _gather(run: Run, destination: torch.Tensor) -> None:
 
 def _gather_on_host(run: Run, destination: torch.Tensor, kind: Kind, log: TransferLog) -> None:
     if not run.packed:
-        copy_in(destination, _single(run.pieces[0]), kind, log)
+        gather_in(destination, _single(run.pieces[0]), kind, log)
         return
     progressions = _progressions(run.rows)
     if len(progressions) == 1:
@@ -179,7 +179,7 @@ def _gather_on_host(run: Run, destination: torch.Tensor, kind: Kind, log: Transf
     else:
         # Memory: the run once more, at most a buffer.
         source = run.source.index_select(0, torch.tensor(run.rows))
-    copy_in(destination, source.transpose(1, 2), kind, log)
+    gather_in(destination, source.detach().transpose(1, 2), kind, log)
 
 
 def _copy_rows(copy: Copy, host: torch.Tensor, kind: Kind, log: TransferLog) -> None:

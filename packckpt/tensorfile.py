@@ -10,18 +10,20 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from types import TracebackType
-from typing import BinaryIO
+from typing import IO
 
 import torch
 
 from packckpt.disk import create_file, sync_file
 from packckpt.dtypes import NAME_OF_DTYPE
 
-_WRITE_BUFFER_BYTES = 1 << 20
+_BATCH_BYTES = 1 << 20  # packed copies of small tensors that are written together
+_MOST_VECTORS = 1024  # of one vectored write, by POSIX's common limit
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +69,7 @@ class TensorFileWriter:
         durable: sync the file to disk when it is closed.
         digested: hash what is written; a private file needs no digest, and hashing costs more than writing.
 
-    Memory: one buffer of 1 MiB, and a packed copy of one tensor where it is not contiguous.
+    Memory: nothing of its own; parts are written from where they are.
     """
 
     def __init__(
@@ -83,24 +85,23 @@ class TensorFileWriter:
         self._written_bytes = 0
         self._durable = durable
         self._digest = new_digest() if digested else None
-        self._file: BinaryIO = create_file(path, buffering=_WRITE_BUFFER_BYTES)
+        self._file: IO[bytes] = create_file(path, buffering=0)
         try:
-            self._put(header)
+            self._put([memoryview(header)])
         except BaseException:
             self._file.close()
             raise
 
-    def append(self, data: bytes | bytearray | memoryview) -> None:
-        """Write the next bytes of the data section."""
-        self._written_bytes += len(data)
-        self._put(data)
+    def append(self, *parts: memoryview) -> None:
+        """Write the next bytes of the data section, given in one or many parts."""
+        self._written_bytes += sum(map(len, parts))
+        self._put(parts)
 
     def finish(self) -> str:
         """Flush, sync where durable, and return the digest of the file as hex (empty if not digested)."""
         if self._written_bytes != self._expected_bytes:
             raise RuntimeError(f"{self._file.name}: {self._written_bytes} of {self._expected_bytes} bytes were written")
         with _naming(self._file.name):
-            self._file.flush()
             if self._durable:
                 sync_file(self._file)
             self._file.close()
@@ -119,11 +120,24 @@ class TensorFileWriter:
     ) -> None:
         self.discard()
 
-    def _put(self, data: bytes | bytearray | memoryview) -> None:
+    def _put(self, parts: Sequence[memoryview]) -> None:
         if self._digest:
-            self._digest.update(data)
+            for part in parts:
+                self._digest.update(part)
         with _naming(self._file.name):
-            self._file.write(data)
+            for start in range(0, len(parts), _MOST_VECTORS):
+                _write_all(self._file.fileno(), parts[start : start + _MOST_VECTORS])
+
+
+def _write_all(descriptor: int, parts: Sequence[memoryview]) -> None:
+    """Write parts one after another by as few system calls as the system takes, without joining them first."""
+    left = deque(part for part in parts if len(part))
+    while left:
+        written = os.writev(descriptor, left)
+        while left and written >= len(left[0]):
+            written -= len(left.popleft())
+        if written:
+            left[0] = left[0][written:]
 
 
 @contextmanager
@@ -138,11 +152,20 @@ def _naming(path: str) -> Iterator[None]:
 
 
 def write_tensors(path: str | os.PathLike[str], tensors: Mapping[str, torch.Tensor]) -> None:
-    """Write host tensors to a private file, without digest or sync; they are packed one at a time."""
+    """Write host tensors to a private file, without digest or sync; they are packed a few at a time.
+
+    Memory: packed copies of 1 MiB of tensors, or of one that is larger.
+    """
     specs = [TensorSpec(name, tensors[name].dtype, tuple(tensors[name].shape)) for name in sorted(tensors)]
     with TensorFileWriter(path, specs, digested=False) as writer:
+        batch: list[memoryview] = []
+        batch_bytes = 0
         for spec in specs:
-            writer.append(tensor_bytes(tensors[spec.name]))
+            batch.append(tensor_bytes(tensors[spec.name]))
+            batch_bytes += spec.bytes
+            if batch_bytes >= _BATCH_BYTES or spec is specs[-1]:
+                writer.append(*batch)
+                batch, batch_bytes = [], 0
         writer.finish()
 
 

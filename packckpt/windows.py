@@ -23,29 +23,20 @@ class Piece:
         export: whose tensor it is.
         source: the tensor that it is cut from (parameter, master or moment), or None for zeros.
         start, stop: rows of the exported `(out, in)` tensor; all of them unless it is larger than a buffer.
+        columns: elements in one row of it.
         dtype: as written.
+        complete: whether it is the whole exported tensor.
+        bytes: its size in the file.
     """
 
     export: Export
     source: torch.Tensor | None
     start: int
     stop: int
+    columns: int
     dtype: torch.dtype
-
-    @property
-    def columns(self) -> int:
-        """Elements in one row of the exported tensor."""
-        return self.export.shape[1]
-
-    @property
-    def bytes(self) -> int:
-        """Size in the file."""
-        return (self.stop - self.start) * self.columns * self.dtype.itemsize
-
-    @property
-    def complete(self) -> bool:
-        """Whether the piece is the whole exported tensor."""
-        return self.stop - self.start == self.export.shape[0]
+    complete: bool
+    bytes: int
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -182,7 +173,9 @@ class FilePlan:
                 )
             step = rows if rows * row_bytes <= buffer_bytes else buffer_bytes // row_bytes
             for start in range(0, rows, step) if step else (0,):
-                yield Piece(export, source, start, min(start + step, rows), dtype)
+                stop = min(start + step, rows)
+                complete = stop - start == rows
+                yield Piece(export, source, start, stop, columns, dtype, complete, (stop - start) * row_bytes)
 
     def _source(self, export: Export, state: ParameterState | None) -> torch.Tensor | None:
         if self.component == WEIGHTS:
