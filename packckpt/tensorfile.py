@@ -10,15 +10,15 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from types import TracebackType
 from typing import BinaryIO
 
 import torch
 
-from packckpt.disk import create_file, sync_file
+from packckpt.disk import create_file, naming, sync_file
 from packckpt.dtypes import NAME_OF_DTYPE
 
 _WRITE_BUFFER_BYTES = 1 << 20
@@ -99,7 +99,7 @@ class TensorFileWriter:
         """Flush, sync where durable, and return the digest of the file as hex (empty if not digested)."""
         if self._written_bytes != self._expected_bytes:
             raise RuntimeError(f"{self._file.name}: {self._written_bytes} of {self._expected_bytes} bytes were written")
-        with _naming(self._file.name):
+        with naming(self._file.name):
             self._file.flush()
             if self._durable:
                 sync_file(self._file)
@@ -121,19 +121,8 @@ class TensorFileWriter:
     def _put(self, data: bytes | bytearray | memoryview) -> None:
         if self._digest:
             self._digest.update(data)
-        with _naming(self._file.name):
+        with naming(self._file.name):
             self._file.write(data)
-
-
-@contextmanager
-def _naming(path: str) -> Iterator[None]:
-    """Put the file's name into an error of the disk, which does not know it when writing fails."""
-    try:
-        yield
-    except OSError as error:
-        if error.filename is None:
-            error.filename = path
-        raise
 
 
 def write_tensors(path: str | os.PathLike[str], tensors: Mapping[str, torch.Tensor]) -> None:
