@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from packckpt.disk import create_file, remove_tree, rename_new, sync_directory, sync_file
+from packckpt.disk import create_file, naming, remove_tree, rename_new, sync_directory, sync_file, sync_tree
 from packckpt.dtypes import STATE_DTYPE
 from packckpt.errors import CheckpointError, SaveError
 from packckpt.manifest import (
@@ -179,7 +179,7 @@ class Commit:
     def _write_bytes(self, path: Path, content: bytes) -> str:
         digest = new_digest()
         digest.update(content)
-        with create_file(path) as file:
+        with naming(path), create_file(path) as file:
             file.write(content)
             if self.durable:
                 sync_file(file)
@@ -190,6 +190,10 @@ class Commit:
             rename_new(temporary, self.destination)
         except FileExistsError:
             _expect_same_checkpoint(self.destination, digest)
+            if self.durable:
+                # Whoever wrote it may not have synced it, or died before it did.
+                sync_tree(self.destination)
+                sync_directory(self.destination.parent)
             return digest
         try:
             self._sync_directory(self.destination.parent)

@@ -6,6 +6,8 @@ import ctypes
 import errno
 import os
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
 
@@ -18,10 +20,22 @@ def create_file(path: str | os.PathLike[str], buffering: int = -1) -> IO[bytes]:
     return open(path, "xb", buffering=buffering)
 
 
+@contextmanager
+def naming(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Put a file's name into an error of the disk, which does not know it when writing or syncing fails."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None:
+            error.filename = os.fspath(path)
+        raise
+
+
 def sync_file(file: IO[bytes]) -> None:
     """Flush a file and wait until the disk has its data."""
-    file.flush()
-    os.fsync(file.fileno())
+    with naming(file.name):
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def sync_path(path: str | os.PathLike[str]) -> None:
@@ -37,9 +51,19 @@ def sync_directory(path: str | os.PathLike[str]) -> None:
 def _sync(path: str | os.PathLike[str], flags: int) -> None:
     descriptor = os.open(path, flags)
     try:
-        os.fsync(descriptor)
+        with naming(path):
+            os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def sync_tree(path: Path) -> None:
+    """Wait until the disk has a directory, and every file and directory in it."""
+    for root, _, files in os.walk(path, topdown=False):
+        for name in files:
+            with open(os.path.join(root, name), "rb") as file:
+                sync_file(file)
+        sync_directory(root)
 
 
 def rename_new(source: Path, destination: Path) -> None:

@@ -70,7 +70,10 @@ def portable_config(config: Mapping[str, Any]) -> dict[str, Any]:
     found = config.get(FORMAT_KEY, FORMAT_NAME)
     if found != FORMAT_NAME:
         raise ExportError(f"config[{FORMAT_KEY!r}] is {found!r}; packckpt writes {FORMAT_NAME!r}: leave it out")
-    portable: dict[str, Any] = _portable(config, "config")
+    try:
+        portable: dict[str, Any] = _portable(config, "config")
+    except RecursionError:
+        raise ExportError("config holds itself or is nested too deeply; expected what JSON holds") from None
     return portable
 
 
@@ -186,7 +189,11 @@ def _portable(value: Any, name: str) -> Any:
                 raise ExportError(f"{name} has the key {key!r}; expected strings")
         return {key: _portable(item, f"{name}[{key!r}]") for key, item in value.items()}
     if isinstance(value, set | frozenset):
-        return sorted((_portable(item, f"{name}{{}}") for item in value), key=lambda item: (str(type(item)), item))
+        items = [_portable(item, f"{name}{{}}") for item in value]
+        try:
+            return sorted(items, key=lambda item: (str(type(item)), item))
+        except TypeError:
+            raise ExportError(f"{name} is a set whose items have no order; give a list") from None
     if isinstance(value, list | tuple):
         return [_portable(item, f"{name}[{index}]") for index, item in enumerate(value)]
     try:
@@ -206,9 +213,9 @@ def _content_digest(content: Mapping[str, Any]) -> str:
 
 
 def _open_regular(path: Path) -> bytes:
-    # A FIFO would block for ever, so it is looked at before it is opened.
-    if not stat.S_ISREG(path.stat().st_mode):
-        raise OSError("not a regular file")
+    # A FIFO would block for ever and a link may lead out, so it is looked at before it is opened.
+    if not stat.S_ISREG(path.lstat().st_mode):
+        raise OSError("a link, or not a regular file")
     return path.read_bytes()
 
 
@@ -255,6 +262,7 @@ def _expect_safe(where: Path, relative: object) -> None:
         or not isinstance(relative, str)
         or "\0" in relative
         or "\\" in relative
+        or not _is_unicode(relative)
         or ".." in parts
         or PurePosixPath(relative).is_absolute()
         or bool(PureWindowsPath(relative).drive)
@@ -263,6 +271,15 @@ def _expect_safe(where: Path, relative: object) -> None:
     )
     if unsafe:
         raise CheckpointError(f"{where}: unsafe file name {relative!r}; expected a relative path inside the checkpoint")
+
+
+def _is_unicode(text: str) -> bool:
+    # JSON can spell half a surrogate pair, which no file name holds.
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _optimizer(path: Path, value: object) -> Hyperparameters | None:
@@ -289,6 +306,8 @@ def _parameters(path: Path, value: object, files: Mapping[str, str]) -> dict[str
             _expect_safe(path, name)
             if name not in files:
                 raise CheckpointError(f"{path}: {key}: {name} has no digest in files")
+        if len(set(names)) != len(names):
+            raise CheckpointError(f"{path}: {key}: files are {names!r}; expected three different ones")
         checked[key] = (names[0], names[1], names[2])
     return checked
 

@@ -127,9 +127,9 @@ def _expect_shape(key: str, part: torch.Tensor, shape: tuple[int, int]) -> torch
 def _merge_key(key: str, parts: Sequence[Part]) -> MergedKey:
     taken, duplicates = _lowest_ranks(parts)
     first = taken[0]
-    _expect_shards(key, taken)
     for part in [*taken, *duplicates]:
         _expect_alike(key, first, part)
+    _expect_shards(key, taken)
     for part in duplicates:
         twin = next(t for t in taken if _shard_rank(t) == _shard_rank(part))
         if part.entry.shape != twin.entry.shape:

@@ -205,7 +205,8 @@ def step_number(key: str, value: object) -> int:
     """
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise OptimizerError(f"{key}: step is a {type(value).__name__} ({value!r}); expected a number of steps")
-    if not math.isfinite(value) or value < 0 or value != int(value):
+    # An int is finite, and may be too large to ask as a float.
+    if not (isinstance(value, int) or math.isfinite(value)) or value < 0 or value != int(value):
         raise OptimizerError(f"{key}: step is {value!r}; expected a finite whole number, 0 or more")
     if value > LARGEST_STEP:
         raise OptimizerError(f"{key}: step is {value!r}; the format holds steps up to 2**53 exactly")
@@ -282,7 +283,7 @@ def _finite(name: str, value: object) -> float:
     # `capturable` optimizers keep the rate in a one-element tensor, maybe on the device.
     try:
         number = float(value)  # type: ignore[arg-type]  # what is no number raises
-    except (TypeError, ValueError, RuntimeError):
+    except (TypeError, ValueError, RuntimeError, OverflowError):
         raise OptimizerError(f"{name} is {value!r}; expected a finite number") from None
     if not math.isfinite(number):
         raise OptimizerError(f"{name} is {number!r}; expected a finite number")

@@ -7,6 +7,7 @@ import threading
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -181,7 +182,17 @@ class CheckpointSaver:
             OSError: the disk refused; what was made is removed.
         """
         with self._preparing:
-            ranks, _ = self._open()
+            return self._prepare(destination, exports, state, config)
+
+    def _prepare(
+        self,
+        destination: str | os.PathLike[str],
+        exports: Iterable[Export],
+        state: AdamState | None,
+        config: Mapping[str, Any],
+    ) -> TransferLog:
+        ranks, _ = self._open()
+        with ranks.interruption_last():
             log = TransferLog()
             local: list[_Local] = []
             merged: list[MergedKey] = []
@@ -222,7 +233,8 @@ class CheckpointSaver:
                     return self._digest_of_ended(where)
             digest: str | None = None
             try:
-                digest = self._commit(prepared)
+                with self._open()[1].interruption_last():
+                    digest = self._commit(prepared)
                 return digest
             finally:
                 self._end(prepared, digest)
@@ -244,10 +256,9 @@ class CheckpointSaver:
                 return
             self._end(prepared, None)
             _, ranks = self._open()
-            try:
+            # A rank that is gone is no error; one that wanted to finalize is told.
+            with ranks.interruption_last(), suppress(SaveError):
                 self._agree_to_end(ranks, prepared, "abort")
-            except SaveError:
-                return  # a rank that is gone, or that wanted to finalize and is told so
 
     def close(self) -> None:
         """Drop what is still prepared, on this rank alone, and give back the saver's process groups.
@@ -329,6 +340,8 @@ class CheckpointSaver:
         try:
             ranks.settle("reserve", hold)
             ranks.settle("snapshot", snapshot)
+            # Tells what interrupted a rank while it waited for a slower one.
+            ranks.settle("prepare", lambda: {})
         except BaseException:
             prepared.clean_up(keep_parents=False)
             raise
@@ -352,15 +365,19 @@ class CheckpointSaver:
                 self._strict_duplicates,
                 whole_files,
             )
+            verdict: Message = {"error": "finalize: rank 0 was interrupted", "ranks": [0]}
             try:
+                ranks.raise_interruption()
                 digest = commit.write(_Fetcher(ranks, reader, prepared.merged))
+                verdict = {"value": {"digest": digest}}
+                return digest
             except BaseException as error:
                 at_fault = getattr(error, "ranks", None) or ([] if isinstance(error, SaveError) else [0])
                 text = str(error) if isinstance(error, SaveError) else f"finalize: rank 0: {describe(error)}"
-                ranks.dismiss({"error": text, "ranks": list(at_fault)})
+                verdict = {"error": text, "ranks": list(at_fault)}
                 raise
-            ranks.dismiss({"value": {"digest": digest}})
-            return digest
+            finally:
+                ranks.dismiss(verdict)
 
     def _agree_to_end(self, ranks: Ranks, prepared: _Prepared, intent: str) -> dict[str, WholeFile]:
         """Agree that the save ends now and how; return, on the coordinator, the files that are whole already."""
@@ -487,7 +504,7 @@ def _warn_narrowed(plan: TransferPlan) -> None:
     if plan.narrowed_keys:
         warnings.warn(
             f"optimizer state is float64 and is saved as float32, which rounds it: {named(plan.narrowed_keys)}",
-            stacklevel=6,
+            stacklevel=7,
         )
 
 

@@ -11,15 +11,15 @@ import hashlib
 import json
 import os
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from types import TracebackType
 from typing import IO
 
 import torch
 
-from packckpt.disk import create_file, sync_file
+from packckpt.disk import create_file, naming, sync_file
 from packckpt.dtypes import NAME_OF_DTYPE
 
 _BATCH_BYTES = 1 << 20  # packed copies of small tensors that are written together
@@ -101,7 +101,7 @@ class TensorFileWriter:
         """Flush, sync where durable, and return the digest of the file as hex (empty if not digested)."""
         if self._written_bytes != self._expected_bytes:
             raise RuntimeError(f"{self._file.name}: {self._written_bytes} of {self._expected_bytes} bytes were written")
-        with _naming(self._file.name):
+        with naming(self._file.name):
             if self._durable:
                 sync_file(self._file)
             self._file.close()
@@ -124,7 +124,7 @@ class TensorFileWriter:
         if self._digest:
             for part in parts:
                 self._digest.update(part)
-        with _naming(self._file.name):
+        with naming(self._file.name):
             for start in range(0, len(parts), _MOST_VECTORS):
                 _write_all(self._file.fileno(), parts[start : start + _MOST_VECTORS])
 
@@ -138,17 +138,6 @@ def _write_all(descriptor: int, parts: Sequence[memoryview]) -> None:
             written -= len(left.popleft())
         if written:
             left[0] = left[0][written:]
-
-
-@contextmanager
-def _naming(path: str) -> Iterator[None]:
-    """Put the file's name into an error of the disk, which does not know it when writing fails."""
-    try:
-        yield
-    except OSError as error:
-        if error.filename is None:
-            error.filename = path
-        raise
 
 
 def write_tensors(path: str | os.PathLike[str], tensors: Mapping[str, torch.Tensor]) -> None:

@@ -67,7 +67,7 @@ class SlicePath:
     A moment that the optimizer does not hold is made of zeros on the device and copied like any other.
 
     Host memory: one block of exports (weights and 12 bytes an element of state). Device memory: one expert
-    as float32 where the state is not float32.
+    as float32 where the state is not float32, is missing, or is a view with gaps.
     """
 
     def capture(self, block: BlockPlan, log: TransferLog) -> dict[str, torch.Tensor]:
@@ -90,8 +90,10 @@ class SlicePath:
     ) -> None:
         for export in unit.exports:
             for component in COMPONENTS:
-                value = _row(state, component, export.expert).T.to(STATE_DTYPE)
-                captured[f"{component}/{export.key}"] = _to_host(value, "optimizer", log)
+                # Without a name, so that it is let go before the next is made.
+                captured[f"{component}/{export.key}"] = _to_host(
+                    _row(state, component, export.expert).T.to(STATE_DTYPE), "optimizer", log
+                )
 
 
 class CoalescedPath(SlicePath):

@@ -122,8 +122,8 @@ def _content_problems(contents: Contents) -> Iterator[str]:
     if manifest.optimizer is None:
         return
     for key in sorted(set(adapter) ^ set(manifest.parameters)):
-        where, other = (ADAPTER_FILE, "manifest") if key in adapter else ("the manifest", ADAPTER_FILE)
-        yield f"{root}: {key} is in {where} and not in the {other}".replace("the the", "the")
+        where, other = (ADAPTER_FILE, "the manifest") if key in adapter else ("the manifest", ADAPTER_FILE)
+        yield f"{root}: {key} is in {where} and not in {other}"
     yield from _optimizer_problems(contents, adapter)
 
 
@@ -131,7 +131,7 @@ def _optimizer_problems(contents: Contents, adapter: dict[str, TensorSpec]) -> I
     used: dict[str, set[str]] = {name: set() for name in contents.tensors if name != ADAPTER_FILE}
     for key, names in contents.manifest.parameters.items():
         for name in names:
-            if name == ADAPTER_FILE:
+            if name in (ADAPTER_FILE, CONFIG_FILE):
                 yield f"{contents.root}: {key}: {name} is listed as an optimizer file"
                 continue
             used[name].add(key)

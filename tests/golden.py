@@ -90,3 +90,18 @@ def _optimizer(
     )
     optimizer.state.update(states)
     return optimizer
+
+
+def assert_same_checkpoint(expected_dir: Path, made_dir: Path) -> None:
+    """Compare two checkpoints: the same files, each byte for byte, and `checkpoint.json` as a JSON value."""
+    files = [_files_below(root) for root in (expected_dir, made_dir)]
+    assert sorted(files[0]) == sorted(files[1])
+    for name, path in files[0].items():
+        if name == "checkpoint.json":
+            assert json.loads(path.read_text()) == json.loads(files[1][name].read_text())
+        else:
+            assert path.read_bytes() == files[1][name].read_bytes(), name
+
+
+def _files_below(root: Path) -> dict[str, Path]:
+    return {str(path.relative_to(root)): path for path in root.rglob("*") if not path.is_dir()}

@@ -1,0 +1,1 @@
+"""Measure what a save costs, on every path: `python -m benchmarks list | plan | run | resume | check`."""

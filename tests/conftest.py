@@ -1,0 +1,13 @@
+"""Settings that every test shares."""
+
+from __future__ import annotations
+
+import os
+
+from hypothesis import HealthCheck, settings
+
+# Deadlines measure the machine. In CI the examples are the same on every run, so that a red check can be repeated.
+_COMMON = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
+settings.register_profile("here", **_COMMON)
+settings.register_profile("ci", derandomize=True, database=None, **_COMMON)
+settings.load_profile("ci" if os.environ.get("CI") else "here")

@@ -1,0 +1,145 @@
+"""Which rank's tensor is taken, what does not fit together, and joining and cutting as inverses."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+
+from packckpt.errors import ExportError, SaveError
+from packckpt.exports import Shard
+from packckpt.merge import blocks_of, cut_shard, join_parts, merge_entries
+from packckpt.snapshot import Entry
+
+KEY = "base.layers.3.q.lora_A.weight"
+
+
+def _entry(
+    shape: tuple[int, int] = (4, 2),
+    shard: Shard | None = None,
+    *,
+    key: str = KEY,
+    step: int | None = 7,
+    dtype: torch.dtype = torch.float32,
+) -> Entry:
+    return Entry(key, dtype, shape, shard, step)
+
+
+def test_keys_come_in_string_order_with_their_ranks() -> None:
+    first = [_entry(key="b"), _entry(key="a.10")]
+    second = [_entry(key="a.2"), _entry(key="b", step=8)]
+    merged = merge_entries([first, [], second])
+    assert [item.key for item in merged] == ["a.10", "a.2", "b"]
+    assert [[part.rank for part in item.parts] for item in merged] == [[0], [2], [0]]
+    assert [[part.rank for part in item.duplicates] for item in merged] == [[], [], [2]]
+    assert merged[2].step == 7
+
+
+def test_the_lowest_rank_is_taken_for_each_shard() -> None:
+    one, two = Shard(0, 2, 0), Shard(1, 2, 0)
+    (merged,) = merge_entries(
+        [[_entry((3, 2), two)], [_entry((1, 2), one)], [_entry((1, 2), one)], [_entry((3, 2), two)]]
+    )
+    assert [part.rank for part in merged.parts] == [1, 0]
+    assert [part.rank for part in merged.duplicates] == [2, 3]
+    assert merged.shape == (4, 2)
+
+
+def test_blocks_are_ordered_as_strings() -> None:
+    keys = ["a.layers.2.w", "a.layers.10.w", "head", "a.layers.2.b"]
+    blocks = blocks_of(merge_entries([[_entry(key=key) for key in keys]]))
+    assert {name: [item.key for item in items] for name, items in blocks.items()} == {
+        "__global__": ["head"],
+        "a.layers.10": ["a.layers.10.w"],
+        "a.layers.2": ["a.layers.2.b", "a.layers.2.w"],
+    }
+    assert list(blocks) == ["__global__", "a.layers.10", "a.layers.2"]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "text"),
+    [
+        ([[], []], "no rank exports anything"),
+        ([[_entry((2, 2), Shard(0, 2, 0))], []], r"found shards \[0\] of 2; no rank exports shard 1"),
+        (
+            [[_entry((2, 2), Shard(0, 3, 0))], [_entry((2, 2), Shard(0, 3, 0))], [_entry((2, 2), Shard(2, 3, 0))]],
+            r"found shards \[0, 2\] of 3; no rank exports shard 1",
+        ),
+        (
+            [[_entry((2, 2), Shard(0, 2, 0))], [_entry((2, 2), Shard(1, 2, 0), step=8)]],
+            r"different steps \(rank 0: 7, rank 1: 8\)",
+        ),
+        (
+            [[_entry((2, 2), Shard(0, 2, 0))], [_entry((2, 2), Shard(1, 2, 0), dtype=torch.bfloat16)]],
+            "ranks 0 and 1 export it with different dtype: torch.float32 and torch.bfloat16",
+        ),
+        (
+            [[_entry((2, 2), Shard(0, 2, 0))], [_entry((2, 3), Shard(1, 2, 0))]],
+            "ranks 0 and 1 export it with different size across the shard axis: 2 and 3",
+        ),
+        (
+            [[_entry((2, 2), Shard(0, 2, 0))], [_entry((2, 2), Shard(1, 2, 1))]],
+            "ranks 0 and 1 export it with different shards",
+        ),
+        (
+            [[_entry((2, 2), Shard(0, 2, 0))], [_entry((2, 2), Shard(1, 2, 0, (2, 2)))]],
+            "ranks 0 and 1 export it with different shards",
+        ),
+        ([[_entry()], [_entry((2, 2), Shard(1, 2, 0))]], "ranks 0 and 1 export it with different shards"),
+        ([[_entry((2, 2), Shard(0, 2, 0))], [_entry((2, 2), Shard(1, 3, 0))]], "different shards"),
+        ([[_entry()], [_entry((4, 3))]], "ranks 0 and 1 export it with different size"),
+        ([[_entry()], [_entry(dtype=torch.float64)]], "ranks 0 and 1 export it with different dtype"),
+        (
+            [[_entry((2, 2), Shard(0, 2, 0))], [_entry((2, 2), Shard(1, 2, 0))], [_entry((1, 2), Shard(1, 2, 0))]],
+            r"rank 2 exports it with shape \[1, 2\], rank 1 with \[2, 2\]; expected one shape for one shard",
+        ),
+    ],
+)
+def test_what_does_not_fit_is_refused(ranks: list[list[Entry]], text: str) -> None:
+    with pytest.raises(SaveError, match=text) as caught:
+        merge_entries(ranks)
+    if any(ranks):
+        assert str(caught.value).startswith(f"{KEY}: ")
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("components", [None, (6, 12), (6, 6, 6)])
+def test_cutting_is_the_inverse_of_joining(dim: int, size: int, components: tuple[int, ...] | None) -> None:
+    whole = torch.arange(18.0 * 5).reshape(18, 5)
+    whole = whole if dim == 0 else whole.T
+    shards = [Shard(rank, size, dim, components) for rank in range(size)]
+    local = 18 // size
+    shape = (local, 5) if dim == 0 else (5, local)
+    parts = [cut_shard(KEY, whole, shard, shape) for shard in shards]
+    # Shards arrive in any order of ranks.
+    order = [*range(1, size), 0]
+    (merged,) = merge_entries([[_entry(shape, shards[rank])] for rank in order])
+    assert torch.equal(join_parts(merged, parts), whole)
+    assert merged.shape == tuple(whole.shape)
+    if components is not None and size > 1:
+        # The first part begins each component.
+        starts = [sum(components[:index]) for index in range(len(components))]
+        first = torch.cat([whole.narrow(dim, s, c // size) for s, c in zip(starts, components, strict=True)], dim)
+        assert torch.equal(parts[0], first)
+
+
+def test_uneven_parts_are_cut_as_chunks() -> None:
+    whole = torch.arange(14.0).reshape(7, 2)
+    shapes = [(3, 2), (3, 2), (1, 2)]
+    parts = [cut_shard(KEY, whole, Shard(rank, 3, 0), shape) for rank, shape in enumerate(shapes)]
+    assert all(torch.equal(part, chunk) for part, chunk in zip(parts, whole.chunk(3), strict=True))
+
+
+@pytest.mark.parametrize(
+    ("shard", "shape", "text"),
+    [
+        (None, (4, 3), "has shape [7, 2] for it, the export [4, 3]"),
+        (Shard(0, 2, 0), (3, 2), "has shape [4, 2] for it, the export [3, 2]"),
+        (Shard(0, 2, 0, (4, 4)), (4, 2), "shape [7, 2] is not the sum of component_sizes (4, 4) on axis 0"),
+    ],
+)
+def test_a_part_that_does_not_fit_is_refused(shard: Shard | None, shape: tuple[int, int], text: str) -> None:
+    with pytest.raises(ExportError, match=re.escape(text)):
+        cut_shard(KEY, torch.zeros(7, 2), shard, shape)
