@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import os
-from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from safetensors import safe_open
 
 from packckpt.errors import CheckpointError
 from packckpt.manifest import ADAPTER_FILE
 from packckpt.optimizer import COMPONENTS, Hyperparameters
-from packckpt.tensorfile import TensorSpec
+from packckpt.tensorfile import TensorFileReader, TensorSpec
 from packckpt.verify import Contents, verified_contents
+from packckpt.windows import WEIGHTS
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -42,11 +41,7 @@ class Checkpoint:
 
     def __init__(self, contents: Contents) -> None:
         self._contents = contents
-        self._stack = ExitStack()
-        self._files: dict[str, Any] = {}
-        for name in contents.tensors:
-            file = safe_open(contents.root / name, framework="pt", device="cpu")
-            self._files[name] = self._stack.enter_context(file)
+        self._files = {name: TensorFileReader(contents.root / name) for name in contents.tensors}
 
     @property
     def path(self) -> Path:
@@ -86,8 +81,7 @@ class Checkpoint:
 
     def exported(self, key: str) -> torch.Tensor:
         """Return the exported value `(out, in)` on the host, in the dtype of the trained parameter."""
-        self.spec(key)
-        return self._read(ADAPTER_FILE, key)
+        return self.view(WEIGHTS, key).clone()
 
     def state(self, key: str) -> KeyState:
         """Return master, exp_avg and exp_avg_sq as float32 `(out, in)` on the host, and the step.
@@ -100,8 +94,24 @@ class Checkpoint:
 
     def component(self, key: str, component: str) -> torch.Tensor:
         """Return one of "master", "exp_avg", "exp_avg_sq" of a key; see `state`."""
-        self.step(key)
-        return self._read(self._contents.manifest.parameters[key][COMPONENTS.index(component)], key)
+        return self.view(component, key).clone()
+
+    def view(self, component: str, key: str) -> torch.Tensor:
+        """Return a tensor as a view of its file, which must not be written to: nothing is copied.
+
+        Args:
+            component: "lora" for the exported value, or "master", "exp_avg", "exp_avg_sq".
+            key: of the export.
+        """
+        if component == WEIGHTS:
+            self.spec(key)
+            name = ADAPTER_FILE
+        else:
+            self.step(key)
+            name = self._contents.manifest.parameters[key][COMPONENTS.index(component)]
+        if name not in self._files:
+            raise CheckpointError(f"{self.path}: is closed; load it again")
+        return self._files[name].tensor(key)
 
     def step(self, key: str) -> int:
         """Return the step count of a key; errors as for `state`."""
@@ -126,7 +136,6 @@ class Checkpoint:
     def close(self) -> None:
         """Close the files; tensors that were read stay valid."""
         self._files.clear()
-        self._stack.close()
 
     def __enter__(self) -> Checkpoint:
         return self
@@ -135,12 +144,6 @@ class Checkpoint:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-    def _read(self, name: str, key: str) -> torch.Tensor:
-        if name not in self._files:
-            raise CheckpointError(f"{self.path}: is closed; load it again")
-        tensor: torch.Tensor = self._files[name].get_tensor(key)
-        return tensor
 
 
 def load_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:

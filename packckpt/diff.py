@@ -10,6 +10,7 @@ import torch
 from packckpt.checkpoint import Checkpoint
 from packckpt.dtypes import plain_name
 from packckpt.optimizer import COMPONENTS
+from packckpt.windows import WEIGHTS
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,13 +52,13 @@ def _mappings(where: str, first: dict[str, object], second: dict[str, object]) -
 
 
 def _key(key: str, first: Checkpoint, second: Checkpoint) -> Iterator[Difference]:
-    yield from _tensors(key, "value", first.exported(key), second.exported(key))
+    yield from _tensors(key, "value", first.view(WEIGHTS, key), second.view(WEIGHTS, key))
     if first.optimizer is None or second.optimizer is None:
         return
     if first.step(key) != second.step(key):
         yield Difference(key, f"step: {first.step(key)} and {second.step(key)}")
     for component in COMPONENTS:
-        yield from _tensors(key, component, first.component(key, component), second.component(key, component))
+        yield from _tensors(key, component, first.view(component, key), second.view(component, key))
 
 
 def _tensors(key: str, component: str, first: torch.Tensor, second: torch.Tensor) -> Iterator[Difference]:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,12 +15,11 @@ from packckpt.errors import ExportError, OptimizerError
 from packckpt.exports import Export, check_exports, named
 from packckpt.merge import cut_shard
 from packckpt.optimizer import MOMENTS, AdamState, Hyperparameters, ParameterState
+from packckpt.placing import Placer
+from packckpt.windows import WEIGHTS
 
 if TYPE_CHECKING:
     from packckpt.checkpoint import Checkpoint
-
-# (key) -> the whole tensor of that key in the checkpoint
-Source = Callable[[str], torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -30,13 +31,6 @@ class _Target:
     state: ParameterState | None
     step: int
     group: Mapping[str, Any]
-
-    @property
-    def whole(self) -> bool:
-        """Whether the exports cover every row of the parameter."""
-        if self.exports[0].expert is None:
-            return True
-        return len({export.expert for export in self.exports}) == self.parameter.shape[0]
 
 
 def restore(
@@ -60,8 +54,8 @@ def restore(
         masters: as for `AdamState.from_optimizer`.
         subset: allow keys in the checkpoint that no export names, as on a rank that holds some of the experts.
 
-    Host memory: one packed parameter in one state. Device memory: the same, where only some of its rows are
-    restored or the dtype differs.
+    Host memory: for accelerators a ring of two buffers of 64 MiB (or of the largest exported tensor), pinned where
+    that is possible; on the CPU none. Device memory: one buffer.
 
     Raises:
         ExportError: keys, shapes, dtypes or expert counts differ; found before anything is written.
@@ -77,11 +71,13 @@ def restore(
     _expect_distinct(targets)
     if state is not None:
         _warn_hyperparameters(checkpoint.optimizer, state.hyperparameters())
+    placer = Placer(max((8 * math.prod(checkpoint.spec(export.key).shape) for export in checked), default=0))
     with torch.no_grad():
         for target in targets:
-            _write(target.parameter, target, checkpoint.exported)
+            placer.place(target.parameter, target.exports, partial(checkpoint.view, WEIGHTS))
             if state is not None and target.state is not None:
-                _write_state(checkpoint, target, target.state, state)
+                _write_state(checkpoint, target, target.state, state, placer)
+        placer.finish()
 
 
 def _expect_keys(checkpoint: Checkpoint, exports: Sequence[Export], subset: bool) -> None:
@@ -177,16 +173,18 @@ def _warn_hyperparameters(saved: Hyperparameters | None, present: Hyperparameter
         )
 
 
-def _write_state(checkpoint: Checkpoint, target: _Target, held: ParameterState, state: AdamState) -> None:
+def _write_state(
+    checkpoint: Checkpoint, target: _Target, held: ParameterState, state: AdamState, placer: Placer
+) -> None:
     master = held.master
     if master is not target.parameter:
-        _write(master, target, lambda key: checkpoint.component(key, "master"))
+        placer.place(master, target.exports, partial(checkpoint.view, "master"))
     entry: dict[str, Any] = state.optimizer.state[master]
     for name in MOMENTS:
         value = entry.get(name)
         if value is None:
             value = torch.zeros_like(master, memory_format=torch.preserve_format)
-        _write(value, target, lambda key, name=name: checkpoint.component(key, name))  # type: ignore[misc]
+        placer.place(value, target.exports, partial(checkpoint.view, name))
         entry[name] = value
     # Always a tensor of its own: parameters may share the one that is there.
     entry["step"] = _step_like(held.step, target.step, master, target.group)
@@ -203,27 +201,3 @@ def _step_like(old: object, step: int, master: torch.Tensor, group: Mapping[str,
         made = torch.tensor(step, dtype=torch.float64)  # beyond what float32 counts
     shape = old.shape if old is not None else torch.Size([])
     return made.reshape(shape).to(device)
-
-
-def _write(destination: torch.Tensor, target: _Target, source: Source) -> None:
-    """Assemble what the exports name on the host and copy it to `destination` at once."""
-    destination = destination.detach()
-    first = target.exports[0]
-    if first.expert is None:
-        destination.copy_(_part(first, source).T)
-        return
-    rows = sorted(target.exports, key=lambda export: export.expert or 0)
-    shape = (len(rows), *target.parameter.shape[1:])
-    # In the destination's dtype, so that the device converts nothing; narrowing a widened value is exact.
-    host = torch.empty(shape, dtype=destination.dtype)
-    for position, export in enumerate(rows):
-        host[position].copy_(_part(export, source).T)
-    if target.whole:
-        destination.copy_(host)
-        return
-    index = torch.tensor([export.expert for export in rows], device=destination.device)
-    destination.index_copy_(0, index, host.to(destination.device))
-
-
-def _part(export: Export, source: Source) -> torch.Tensor:
-    return cut_shard(export.key, source(export.key), export.shard, export.shape)

@@ -5,19 +5,17 @@ from __future__ import annotations
 import os
 import secrets
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 
 from packckpt.disk import remove_tree
 from packckpt.dtypes import DTYPE_OF_NAME, NAME_OF_DTYPE
 from packckpt.exports import Export, Shard, block_of
 from packckpt.plan import TransferPlan
-from packckpt.tensorfile import tensor_bytes, write_tensors
+from packckpt.tensorfile import TensorFileReader, write_tensors
 from packckpt.transfer import Path as TransferPath
 from packckpt.transfer import TransferLog
 
@@ -130,15 +128,13 @@ class SnapshotReader:
     def __init__(self, directory: Path, locate: Callable[[str, str], tuple[str, str]]) -> None:
         self._directory = directory
         self._locate = locate
-        self._opened: dict[str, Any] = {}
-        self._stack = ExitStack()
+        self._opened: dict[str, TensorFileReader] = {}
 
     def __enter__(self) -> SnapshotReader:
         return self
 
     def __exit__(self, *_: object) -> None:
         self._opened.clear()
-        self._stack.close()
 
     def __call__(self, component: str, keys: Sequence[str]) -> list[memoryview]:
         """Return the bytes of one component of the keys."""
@@ -148,6 +144,5 @@ class SnapshotReader:
         for key in keys:
             name, tensor = self._locate(component, key)
             if name not in self._opened:
-                file = safe_open(self._directory / name, framework="pt", device="cpu")
-                self._opened[name] = self._stack.enter_context(file)
-            yield tensor_bytes(self._opened[name].get_tensor(tensor))
+                self._opened[name] = TensorFileReader(self._directory / name)
+            yield self._opened[name].bytes(tensor)

@@ -38,8 +38,10 @@ class Stager:
     def slot_for(self, window: Window, log: TransferLog) -> Slot:
         """Wait for a place for the window in the ring."""
         if self._ring is None:
-            accelerators = sorted({str(copy.device) for copy in window.copies if copy.device.type != "cpu"})
-            self._ring = self._make_ring(accelerators[0] if accelerators else None, log)
+            device = next((copy.device for copy in window.copies if copy.device.type != "cpu"), torch.device("cpu"))
+            self._ring, reason = make_ring(2 * self.buffer_bytes, device)
+            if reason is not None:
+                self._tell(f"no pinned memory ({reason}); copies go through pageable memory and block", log)
         return self._ring.acquire(window.bytes)
 
     def capture(self, window: Window, slot: Slot, log: TransferLog) -> tuple[list[memoryview], Callable[[], None]]:
@@ -118,18 +120,6 @@ class Stager:
 
         return wait
 
-    def _make_ring(self, accelerator: str | None, log: TransferLog) -> Ring:
-        size_bytes = 2 * self.buffer_bytes
-        if accelerator is None:
-            return Ring(size_bytes, pinned=False)
-        try:
-            with torch.get_device_module(accelerator).device(accelerator):
-                return Ring(size_bytes, pinned=True)
-        except (RuntimeError, AttributeError) as error:
-            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-            self._tell(f"no pinned memory ({reason}); copies go through pageable memory and block", log)
-            return Ring(size_bytes, pinned=False)
-
     def _zero_bytes(self, count: int) -> memoryview:
         # Pages of a fresh allocation that are only read take no memory.
         if len(self._zeros) < count:
@@ -143,6 +133,19 @@ class Stager:
         if what not in self._told:
             self._told.add(what)
             _LOGGER.warning("staged path: %s", what)
+
+
+def make_ring(size_bytes: int, device: torch.device) -> tuple[Ring, str | None]:
+    """Make a ring for copies from or to a device; return it, and why it is not pinned where it should be."""
+    if device.type == "cpu":
+        return Ring(size_bytes, pinned=False), None
+    try:
+        # Pinned under the device that copies: another one would be woken up for it.
+        with torch.get_device_module(device).device(device):
+            return Ring(size_bytes, pinned=True), None
+    except (RuntimeError, AttributeError) as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        return Ring(size_bytes, pinned=False), reason
 
 
 def _kind(copy: Copy) -> Kind:
@@ -163,7 +166,7 @@ def _gather(run: Run, destination: torch.Tensor) -> None:
         destination.copy_(_single(run.pieces[0]))
         return
     start = 0
-    for rows in _progressions(run.rows):
+    for rows in progressions(run.rows):
         stop = start + len(rows)
         destination[start:stop].copy_(_rows(run.source, rows).transpose(1, 2))
         start = stop
@@ -173,9 +176,9 @@ def _gather_on_host(run: Run, destination: torch.Tensor, kind: Kind, log: Transf
     if not run.packed:
         gather_in(destination, _single(run.pieces[0]), kind, log)
         return
-    progressions = _progressions(run.rows)
-    if len(progressions) == 1:
-        source = _rows(run.source, progressions[0])
+    slices = progressions(run.rows)
+    if len(slices) == 1:
+        source = _rows(run.source, slices[0])
     else:
         # Memory: the run once more, at most a buffer.
         source = run.source.index_select(0, torch.tensor(run.rows))
@@ -206,7 +209,7 @@ def _rows(source: torch.Tensor, rows: range) -> torch.Tensor:
     return source.detach()[rows.start : rows.stop : rows.step]
 
 
-def _progressions(rows: Sequence[int]) -> list[range]:
+def progressions(rows: Sequence[int]) -> list[range]:
     """Split ascending rows into as few slices as a look ahead of one finds: `0, 1, 2, 6, 8` is `0..2`, `6, 8`."""
     slices: list[range] = []
     start = 0

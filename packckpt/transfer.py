@@ -206,15 +206,20 @@ def copy_in(
 
 
 def gather_in(host: torch.Tensor, source: torch.Tensor, kind: Kind, log: TransferLog) -> None:
-    """Copy a host tensor of any strides into host memory on the calling thread alone, and log it.
-
-    torch shares a large copy among its threads, and on a machine whose cores are busy writing and hashing it then
-    waits for them: 8 ms for 8 MiB that numpy copies in 1 ms (two cores, both in use).
-    """
-    if source.dtype is not host.dtype:
-        copy_in(host, source, kind, log)
-        return
-    bits = _BITS_OF_ITEMSIZE[source.element_size()]
-    np.copyto(host.view(bits).numpy(), source.view(bits).numpy())
+    """Bring a tensor that is on the host already into its place there, and log it."""
+    reorder(host, source)
     if host.numel():
         log.add(kind, host)
+
+
+def reorder(destination: torch.Tensor, source: torch.Tensor) -> None:
+    """Copy one host tensor to another of its shape, of any strides, on the calling thread alone.
+
+    torch shares a large copy among its threads, and on a machine whose cores are busy writing and hashing it then
+    waits for them: 8 ms for 8 MiB that numpy copies in 1 ms (two cores, both in use). A conversion is torch's.
+    """
+    if source.dtype is not destination.dtype:
+        destination.copy_(source)
+        return
+    bits = _BITS_OF_ITEMSIZE[source.element_size()]
+    np.copyto(destination.view(bits).numpy(), source.view(bits).numpy())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from packckpt.manifest import (
     read_manifest,
     safe_file,
 )
+from packckpt.strands import MOST_THREADS, usable_cores
 from packckpt.tensorfile import TensorSpec
 
 
@@ -75,16 +77,22 @@ def unlisted_files(root: Path, manifest: Manifest) -> list[str]:
 
 
 def _digest_problems(root: Path, manifest: Manifest) -> Iterator[str]:
-    for relative, expected in manifest.files.items():
-        try:
-            found = file_digest(safe_file(root, relative))
-        except CheckpointError as error:
-            yield str(error)
-        except OSError as error:
-            yield f"{root / relative}: cannot be read: {error}"
-        else:
-            if found != expected:
-                yield f"{root / relative}: has digest {found}, the manifest {expected}; the file was changed"
+    # Hashing and reading release the interpreter's lock; a file is one chain, so files go side by side.
+    with ThreadPoolExecutor(min(MOST_THREADS, usable_cores())) as pool:
+        problems = pool.map(lambda item: _digest_problem(root, *item), manifest.files.items())
+        yield from (problem for problem in problems if problem is not None)
+
+
+def _digest_problem(root: Path, relative: str, expected: str) -> str | None:
+    try:
+        found = file_digest(safe_file(root, relative))
+    except CheckpointError as error:
+        return str(error)
+    except OSError as error:
+        return f"{root / relative}: cannot be read: {error}"
+    if found != expected:
+        return f"{root / relative}: has digest {found}, the manifest {expected}; the file was changed"
+    return None
 
 
 def _headers(root: Path, manifest: Manifest) -> dict[str, dict[str, TensorSpec]]:

@@ -1,0 +1,116 @@
+"""Put exported tensors back into parameters and moments, wherever those are."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from packckpt.exports import Export
+from packckpt.merge import cut_shard
+from packckpt.ring import Ring, Slot
+from packckpt.staging import DEFAULT_BUFFER_BYTES, make_ring, progressions
+from packckpt.transfer import reorder
+
+# (key) -> the whole tensor of that key in the checkpoint
+Source = Callable[[str], torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class _InFlight:
+    """A chunk on its way to the device, whose host memory must not change before it has left."""
+
+    slot: Slot
+    left: Callable[[], None]
+
+
+class Placer:
+    """Writes exported tensors into tensors of the trainer.
+
+    On an accelerator the rows of a packed tensor are laid side by side in a ring of two buffers, arrive in one
+    copy (in several where they do not fit a buffer), and are transposed there. On the CPU each goes to its place
+    directly.
+
+    Args:
+        largest_bytes: the largest exported tensor; a buffer holds at least one.
+
+    Host memory: the ring, for accelerators only. Device memory: one buffer.
+    """
+
+    def __init__(self, largest_bytes: int, buffer_bytes: int = DEFAULT_BUFFER_BYTES) -> None:
+        self._buffer_bytes = max(buffer_bytes, largest_bytes)
+        self._ring: Ring | None = None
+        self._in_flight: deque[_InFlight] = deque()
+
+    def place(self, destination: torch.Tensor, exports: Sequence[Export], source: Source) -> None:
+        """Write the exports of one parameter into a tensor of its shape.
+
+        Args:
+            destination: the parameter, its master or a moment; any strides, any dtype.
+            exports: the rows that are written, or the one export of a whole parameter.
+            source: gives the tensor of a key.
+        """
+        destination = destination.detach()
+        if destination.device.type == "cpu":
+            for export in exports:
+                row = destination if export.expert is None else destination[export.expert]
+                reorder(row, _part(export, source).T)
+            return
+        row_bytes = math.prod(exports[0].shape) * destination.element_size()
+        per_buffer = max(1, self._buffer_bytes // max(1, row_bytes))
+        ascending = sorted(exports, key=lambda export: export.expert or 0)
+        for start in range(0, len(ascending), per_buffer):
+            self._place_chunk(destination, ascending[start : start + per_buffer], source)
+
+    def finish(self) -> None:
+        """Wait until every copy has left host memory."""
+        while self._in_flight:
+            self._wait_for_oldest()
+
+    def _place_chunk(self, destination: torch.Tensor, exports: Sequence[Export], source: Source) -> None:
+        shape = (len(exports), *exports[0].shape)
+        slot = self._acquire(destination.device, math.prod(shape) * destination.element_size())
+        # In the destination's dtype, so that no more bytes cross than stay; narrowing a widened value is exact.
+        host = slot.memory.view(destination.dtype).view(shape)
+        for position, export in enumerate(exports):
+            reorder(host[position], _part(export, source))
+        device = host.to(destination.device, non_blocking=host.is_pinned())
+        self._in_flight.append(_InFlight(slot, _departure(destination.device)))
+        if exports[0].expert is None:
+            destination.copy_(device[0].T)
+            return
+        start = 0
+        for rows in progressions([export.expert or 0 for export in exports]):
+            stop = start + len(rows)
+            destination[rows.start : rows.stop : rows.step].copy_(device[start:stop].transpose(1, 2))
+            start = stop
+
+    def _acquire(self, device: torch.device, count_bytes: int) -> Slot:
+        if self._ring is None:
+            self._ring, _ = make_ring(2 * self._buffer_bytes, device)
+        if len(self._in_flight) == 2:
+            self._wait_for_oldest()
+        return self._ring.acquire(count_bytes)
+
+    def _wait_for_oldest(self) -> None:
+        oldest = self._in_flight.popleft()
+        oldest.left()
+        oldest.slot.release()
+
+
+def _departure(device: torch.device) -> Callable[[], None]:
+    """Return a function that waits for what was submitted to the device's current stream so far."""
+    if device.type != "cuda":
+        return lambda: None
+    event: Any = torch.Event(device)
+    event.record(torch.cuda.current_stream(device))
+    wait: Callable[[], None] = event.synchronize
+    return wait
+
+
+def _part(export: Export, source: Source) -> torch.Tensor:
+    return cut_shard(export.key, source(export.key), export.shard, export.shape)
