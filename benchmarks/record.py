@@ -269,11 +269,11 @@ class Record:
             yield "timeline"
 
 
-def append_record(run: Path, record: Record) -> None:
-    """Add one line to the run's records and wait until the disk has it."""
-    line = json.dumps(record.to_json(), allow_nan=False, separators=(",", ":")) + "\n"
+def append_records(run: Path, records: Sequence[Record]) -> None:
+    """Add the records of one task in one write, and wait until the disk has them."""
+    lines = "".join(json.dumps(r.to_json(), allow_nan=False, separators=(",", ":")) + "\n" for r in records)
     with open(run / RECORDS_FILE, "ab") as file:
-        file.write(line.encode())
+        file.write(lines.encode())
         file.flush()
         os.fsync(file.fileno())
 
@@ -290,15 +290,13 @@ def read_records(run: Path) -> list[Record]:
     return [_read_line(path, number, line) for number, line in enumerate(lines[:-1], start=1)]
 
 
-def cut_unfinished_line(run: Path) -> None:
-    """Remove a last line that a crash cut short, so that the next one starts a line of its own."""
+def truncate_records(run: Path, count: int) -> None:
+    """Keep the first `count` records: what a crash left unfinished is measured again."""
     path = run / RECORDS_FILE
-    if not path.exists():
-        return
-    content = path.read_bytes()
-    whole = content.rfind(b"\n") + 1
-    if whole != len(content):
-        os.truncate(path, whole)
+    lines = path.read_bytes().split(b"\n")[:count]
+    size = sum(len(line) + 1 for line in lines)
+    if size != path.stat().st_size:
+        os.truncate(path, size)
 
 
 def read_run(run: Path) -> Json:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -26,12 +27,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parsed = _parser().parse_args(arguments)
     try:
         code: int = parsed.run(parsed)
+        sys.stdout.flush()
     except CheckpointError as error:
         print(error, file=sys.stderr)
         return WRONG
     except BrokenPipeError:
-        # The reader (`| head`) has seen enough; nothing more can be printed.
-        sys.stderr.close()
+        # The reader (`| head`) has seen enough; what is still buffered would fail again when Python ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return WRONG
     return code
 

@@ -51,7 +51,9 @@ def new_digest() -> hashlib.blake2b:
 
 def tensor_bytes(tensor: torch.Tensor) -> memoryview:
     """Return the bytes of a host tensor in logical order; copies only where it is not contiguous."""
-    return host_bytes(tensor.detach().contiguous().reshape(-1).view(torch.uint8))
+    packed = tensor.detach().contiguous()
+    # A tensor of one element is contiguous with any strides; a view as bytes needs them to be 1.
+    return host_bytes(packed.as_strided((packed.numel(),), (1,)).view(torch.uint8))
 
 
 def host_bytes(data: torch.Tensor) -> memoryview:

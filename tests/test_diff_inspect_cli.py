@@ -292,11 +292,13 @@ class TestProcess:
         trainer = Trainer()
         trainer.packed("a", experts, rows=1, columns=1)
         save(tmp_path / "c", trainer)
+        buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
         read, write = os.pipe()
         os.close(read)
         done = subprocess.run(
             [sys.executable, "-m", "packckpt", "inspect", "--keys", str(tmp_path / "c")],
             stdout=write, stderr=subprocess.PIPE, text=True, cwd=Path(__file__).parent.parent, timeout=100, check=False,
+            env=buffered,
         )  # fmt: skip
         os.close(write)
 

@@ -30,6 +30,7 @@ from tests.builders import (
     arange,
     assert_same_content,
     assert_same_tensor,
+    bytes_of,
     expected_content,
     key_of,
     save,
@@ -67,13 +68,13 @@ def everything(trainer: Trainer) -> list[tuple[str, Any]]:
     """Every tensor and number that a restore could change, as bytes."""
     found: list[tuple[str, Any]] = []
     for parameter in trainer.parameters:
-        found.append(("parameter", raw(parameter)))
+        found.append(("parameter", bytes_of(parameter)))
         for group in trainer.optimizer.param_groups:
             for held in group["params"]:
-                found.append(("master", raw(held)))
+                found.append(("master", bytes_of(held)))
                 state = trainer.optimizer.state.get(held, {})
                 found.extend(
-                    (name, raw(value) if isinstance(value, torch.Tensor) else value)
+                    (name, bytes_of(value) if isinstance(value, torch.Tensor) else value)
                     for name, value in sorted(state.items())
                 )
     return [*found, ("groups", repr([{k: v for k, v in g.items() if k != "params"} for g in groups_of(trainer)]))]
@@ -81,10 +82,6 @@ def everything(trainer: Trainer) -> list[tuple[str, Any]]:
 
 def groups_of(trainer: Trainer) -> list[dict[str, Any]]:
     return trainer.optimizer.param_groups
-
-
-def raw(tensor: torch.Tensor) -> bytes:
-    return emulated.to_host(tensor).contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
 def restore(checkpoint: Checkpoint, trainer: Trainer, **kwargs: Any) -> None:
@@ -166,14 +163,14 @@ class TestEverythingComesBack:
         trainer = make()
         expected = expected_content(trainer)
         save(tmp_path / "c", trainer, with_state=False)
-        held = [raw(trainer.held(p)["exp_avg"]) for p in trainer.parameters]
+        held = [bytes_of(trainer.held(p)["exp_avg"]) for p in trainer.parameters]
         with torch.no_grad():
             for parameter in trainer.parameters:
                 parameter.zero_()
         load_checkpoint(tmp_path / "c").restore(trainer.exports, None)
 
         assert_same_content(now_held(trainer), expected)
-        assert [raw(trainer.held(p)["exp_avg"]) for p in trainer.parameters] == held
+        assert [bytes_of(trainer.held(p)["exp_avg"]) for p in trainer.parameters] == held
 
     def test_weights_alone_from_a_checkpoint_with_an_optimizer(self, tmp_path: Path) -> None:
         trainer = make()

@@ -74,6 +74,16 @@ class TestBytes:
 
         assert_same_content(load_file(tmp_path / "f"), {"a": arange(4, 3, 5)})
 
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+    def test_of_one_element_with_any_strides(self, dtype: torch.dtype, tmp_path: Path) -> None:
+        """Torch calls it contiguous, and cannot view it as bytes."""
+        one = arange(2, 4, dtype=dtype)[1:, 2:3]
+        assert (one.is_contiguous(), one.stride()) == (True, (4, 1))
+        odd = arange(4, dtype=dtype).as_strided((1,), (2,), 3)
+        write_tensors(tmp_path / "f", {"a": one, "b": one.T, "c": odd})
+
+        assert_same_content(load_file(tmp_path / "f"), {"a": one, "b": one, "c": arange(1, start=4, dtype=dtype)})
+
     def test_of_a_contiguous_tensor_are_not_copied(self) -> None:
         tensor = arange(4, 3)
         view = tensor_bytes(tensor)

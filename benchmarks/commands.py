@@ -1,0 +1,126 @@
+"""What each command of `python -m benchmarks` does."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks import environment, table
+from benchmarks.check import doubts_of, render_doubts
+from benchmarks.choose import chosen_cases, chosen_settings, memory_budget_bytes
+from benchmarks.driver import Driver, run_name
+from benchmarks.launcher import Launcher
+from benchmarks.missing import Missing
+from benchmarks.plot import plot_fence
+from benchmarks.presets import load_preset, preset_names
+from benchmarks.ranks import opened_launcher
+from benchmarks.runfolder import RunError, RunFolder
+from benchmarks.schedule import cases_of, tasks_of
+from benchmarks.settings import Settings
+
+FINE, INCOMPLETE, USAGE, INTERRUPTED = 0, 1, 2, 130
+
+
+def list_command(parsed: argparse.Namespace, given: Sequence[str]) -> int:
+    """Print presets, and the cases of each."""
+    from benchmarks.listing import render_list
+
+    names = [parsed.preset] if parsed.preset else preset_names()
+    print(render_list([load_preset(name) for name in names]), end="")
+    return FINE
+
+
+def plan_command(parsed: argparse.Namespace, given: Sequence[str]) -> int:
+    """Print what a run would cost."""
+    from benchmarks.planning import render_plan
+
+    print(render_plan(chosen_cases(parsed), parsed, memory_budget_bytes(parsed.memory_budget)), end="")
+    return FINE
+
+
+def check_command(parsed: argparse.Namespace, given: Sequence[str]) -> int:
+    """Print whether this machine is fit to measure."""
+    scratch = _scratch(parsed)
+    doubts = doubts_of(environment.capture(scratch))
+    print(render_doubts(doubts), end="")
+    return INCOMPLETE if any(doubt["ok"] is False for doubt in doubts) else FINE
+
+
+def run_command(parsed: argparse.Namespace, given: Sequence[str]) -> int:
+    """Measure, or go on with a run."""
+    if parsed.resume is not None:
+        parsed.run = parsed.resume
+        return resume_command(parsed, given)
+    with opened_launcher() as (launcher, world_size):
+        if launcher is None:
+            return FINE  # another rank speaks
+        settings = chosen_settings(parsed, world_size)
+        tasks, scratch = tasks_of(settings), _scratch(parsed)
+        start = environment.capture(scratch)
+        doubts = doubts_of(start)
+        folder = RunFolder.create(
+            parsed.out,
+            run_name(settings),
+            command=["python", "-m", "benchmarks", *given],
+            settings=settings,
+            cases=[case.to_json() for case in cases_of(settings)],
+            tasks=tasks,
+            environment=start,
+            doubts=doubts,
+        )
+        _say_start(settings, folder, doubts)
+        return _carry_out(folder, settings, launcher, scratch, set())
+
+
+def resume_command(parsed: argparse.Namespace, given: Sequence[str]) -> int:
+    """Go on with an interrupted run."""
+    from benchmarks.resume import expect_same
+
+    with opened_launcher() as (launcher, _):
+        if launcher is None:
+            return FINE
+        try:
+            folder = RunFolder.open(parsed.run)
+            settings = Settings.from_json(folder.content["settings"])
+            tasks, scratch = tasks_of(settings), _scratch(parsed)
+            expect_same(folder.content, cases_of(settings), tasks, environment.capture(scratch))
+        except (RunError, ValueError) as error:
+            print(f"resume: {error}", file=sys.stderr)
+            return USAGE
+        done = folder.drop_unfinished(tasks)
+        folder.start_session()
+        print(f"{len(done)} of {len(tasks)} tasks are done already", file=sys.stderr)
+        return _carry_out(folder, settings, launcher, scratch, done)
+
+
+def _carry_out(folder: RunFolder, settings: Settings, launcher: Launcher, scratch: Path, done: set[int]) -> int:
+    status = Driver(folder, settings, launcher, tasks_of(settings), scratch).run(done)
+    folder.end_session(status, environment.capture(scratch))
+    records = folder.records()
+    text = table.render(records)
+    (folder.path / "table.txt").write_text(text, encoding="utf-8")
+    print(text, end="")
+    plotted = plot_fence(records, folder.path)
+    print(f"no plot: {plotted.reason}" if isinstance(plotted, Missing) else f"plot: {plotted.name}", file=sys.stderr)
+    print(f"run: {folder.path}", file=sys.stderr)
+    if status == "interrupted":
+        return INTERRUPTED
+    return FINE if all(record.status == "ok" for record in records) else INCOMPLETE
+
+
+def _say_start(settings: Settings, folder: RunFolder, doubts: Sequence[dict[str, Any]]) -> None:
+    where = "a GPU" if settings.device == "cuda" else f"the {settings.device.upper()}"
+    print(f"measuring on {where}; records go to {folder.path}", file=sys.stderr)
+    for doubt in doubts:
+        if doubt["ok"] is False:
+            print(f"  doubt: {doubt['what']}: {doubt['found']} {doubt['unit']}: {doubt['remedy']}", file=sys.stderr)
+
+
+def _scratch(parsed: argparse.Namespace) -> Path:
+    scratch = parsed.scratch or Path(tempfile.gettempdir())
+    scratch.mkdir(parents=True, exist_ok=True)
+    return Path(scratch)
