@@ -19,6 +19,7 @@ from packckpt.errors import (
 )
 from packckpt.exports import Export, Shard
 from packckpt.optimizer import AdamState, Hyperparameters
+from packckpt.peaks import Peaks, predicted_peaks
 from packckpt.plan import TransferPlan, plan_transfers
 from packckpt.saver import CheckpointSaver
 from packckpt.transfer import TransferLog
@@ -36,6 +37,7 @@ __all__ = [
     "Hyperparameters",
     "OptimizerError",
     "PackckptError",
+    "Peaks",
     "RankError",
     "SaveError",
     "Shard",
@@ -43,5 +45,6 @@ __all__ = [
     "TransferPlan",
     "load_checkpoint",
     "plan_transfers",
+    "predicted_peaks",
     "verify_checkpoint",
 ]

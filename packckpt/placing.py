@@ -13,8 +13,9 @@ import torch
 from packckpt.exports import Export
 from packckpt.merge import cut_shard
 from packckpt.ring import Ring, Slot
-from packckpt.staging import DEFAULT_BUFFER_BYTES, make_ring, progressions
+from packckpt.staging import make_ring, progressions
 from packckpt.transfer import reorder
+from packckpt.windows import DEFAULT_BUFFER_BYTES
 
 # (key) -> the whole tensor of that key in the checkpoint
 Source = Callable[[str], torch.Tensor]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 from typing import Literal, get_args
 
@@ -13,7 +14,7 @@ from packckpt.dtypes import STATE_DTYPE
 from packckpt.errors import OptimizerError, PackckptError
 from packckpt.exports import Export, block_of, check_exports
 from packckpt.optimizer import COMPONENTS, AdamState, ParameterState, StateReader
-from packckpt.windows import FilePlan, plan_files
+from packckpt.windows import DEFAULT_BUFFER_BYTES, WEIGHTS, FilePlan, plan_files
 
 PathName = Literal["slice", "coalesced", "staged"]
 PATHS: tuple[PathName, ...] = get_args(PathName)
@@ -59,8 +60,9 @@ class ParameterPlan:
         exports: number of exports cut from it.
         coalesced: whether each optimizer state goes as one copy.
         reason: why, in words.
-        optimizer_calls, optimizer_bytes: transfers of master, exp_avg and exp_avg_sq, and the float32 bytes
-            that they move.
+        optimizer_calls: transfers of master, exp_avg and exp_avg_sq; None on the staged path, where a copy
+            carries many parameters.
+        optimizer_bytes: the float32 bytes of the three.
     """
 
     label: str
@@ -68,28 +70,37 @@ class ParameterPlan:
     exports: int
     coalesced: bool
     reason: str
+    optimizer_calls: int | None
+    optimizer_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedTransfers:
+    """Number of copies to the host and the bytes that they move, of weights and of optimizer state."""
+
+    weight_calls: int
+    weight_bytes: int
     optimizer_calls: int
     optimizer_bytes: int
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class TransferPlan:
     """What a save will copy from device to host.
 
     Attributes:
-        path: "slice" or "coalesced".
+        path: "slice", "coalesced" or "staged".
         blocks: layer blocks in the order in which they are written.
         parameters: one entry a parameter, in the order of their first export.
-        weight_calls, weight_bytes: transfers of exported values, one for each export on both paths.
         narrowed_keys: exports whose optimizer state is float64 and loses precision as float32.
+        buffer_bytes: the most that one copy of the staged path brings.
     """
 
     path: PathName
     blocks: tuple[BlockPlan, ...]
     parameters: tuple[ParameterPlan, ...]
-    weight_calls: int
-    weight_bytes: int
     narrowed_keys: tuple[str, ...]
+    buffer_bytes: int
 
     @property
     def files(self) -> list[FilePlan]:
@@ -98,20 +109,38 @@ class TransferPlan:
             (export, unit.state) for block in self.blocks for unit in block.units for export in unit.exports
         )
 
+    @cached_property
+    def transfers(self) -> PlannedTransfers:
+        """The copies of the whole save, as the transfer log will count them; tensors without elements need none.
+
+        On the staged path this walks every window, so it is done when it is asked for.
+        """
+        return _staged_transfers(self) if self.path == "staged" else _unit_transfers(self)
+
+    @property
+    def weight_calls(self) -> int:
+        """Number of device-to-host copies of exported values."""
+        return self.transfers.weight_calls
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of those copies, in the parameters' dtypes."""
+        return self.transfers.weight_bytes
+
     @property
     def optimizer_calls(self) -> int:
         """Number of device-to-host copies of master, exp_avg and exp_avg_sq."""
-        return sum(parameter.optimizer_calls for parameter in self.parameters)
+        return self.transfers.optimizer_calls
 
     @property
     def optimizer_bytes(self) -> int:
-        """Bytes of those copies, as float32; the same on every path."""
-        return sum(parameter.optimizer_bytes for parameter in self.parameters)
+        """Bytes of those copies, as float32; missing moments are copied as zeros, but for the staged path."""
+        return self.transfers.optimizer_bytes
 
     def explain(self) -> str:
         """Return one line a parameter: coalesced or not, its transfers, and why."""
         lines = [
-            f"{'coalesced' if p.coalesced else 'slice':<9}  {p.optimizer_calls:>6} copies  "
+            f"{_manner(self.path, p):<9}  {'-' if p.optimizer_calls is None else p.optimizer_calls:>6} copies  "
             f"{list(p.shape)}  {p.label}: {p.reason}"
             for p in self.parameters
         ]
@@ -119,7 +148,12 @@ class TransferPlan:
         return "\n".join([*lines, total])
 
 
-def plan_transfers(exports: Iterable[Export], state: AdamState | None, path: PathName = "coalesced") -> TransferPlan:
+def plan_transfers(
+    exports: Iterable[Export],
+    state: AdamState | None,
+    path: PathName = "coalesced",
+    buffer_bytes: int = DEFAULT_BUFFER_BYTES,
+) -> TransferPlan:
     """Plan the device-to-host copies of a save; no tensor is read and nothing is allocated.
 
     A parameter's exports are coalesced when they are exactly its rows 0..E-1, once each, in order, next to
@@ -129,7 +163,8 @@ def plan_transfers(exports: Iterable[Export], state: AdamState | None, path: Pat
     Args:
         exports: what leaves the trainer; the order matters.
         state: the optimizer's state, or None to save the exported values alone.
-        path: "coalesced", or "slice" for one copy an export and state.
+        path: "coalesced", "slice" for one copy an export and state, or "staged" for one copy a buffer.
+        buffer_bytes: of the staged path's ring.
 
     Raises:
         ExportError: not exports, or a key twice.
@@ -144,9 +179,8 @@ def plan_transfers(exports: Iterable[Export], state: AdamState | None, path: Pat
     return TransferPlan(
         path=path,
         blocks=_blocks(checked, decisions),
-        parameters=tuple(decision.summary(checked) for decision in decisions),
-        weight_calls=len(checked),
-        weight_bytes=sum(_row_numel(e.parameter) * e.parameter.element_size() for e in checked),
+        parameters=tuple(decision.summary(checked, path) for decision in decisions),
+        buffer_bytes=buffer_bytes,
         narrowed_keys=tuple(checked[position].key for d in decisions if _narrows(d.state) for position in d.positions),
     )
 
@@ -160,18 +194,19 @@ class _Decision:
     coalesced: bool
     reason: str
 
-    def summary(self, exports: Sequence[Export]) -> ParameterPlan:
+    def summary(self, exports: Sequence[Export], path: PathName) -> ParameterPlan:
         first = exports[self.positions[0]]
         count = len(self.positions)
         label = first.key if count == 1 else f"{first.key} (+{count - 1})"
         copies = 0 if self.state is None else len(COMPONENTS)
+        calls = copies * (1 if self.coalesced else count) if first.parameter.numel() else 0
         return ParameterPlan(
             label=label,
             shape=tuple(first.parameter.shape),
             exports=count,
             coalesced=self.coalesced,
             reason=self.reason,
-            optimizer_calls=copies * (1 if self.coalesced else count),
+            optimizer_calls=None if path == "staged" else calls,
             optimizer_bytes=copies * count * _row_numel(first.parameter) * STATE_DTYPE.itemsize,
         )
 
@@ -189,10 +224,13 @@ def _decide(
     first = exports[positions[0]]
     state = None if reader is None else reader.read(first.key, first.parameter)
     if first.expert is None:
-        return _Decision(positions, state, False, "whole parameter: one copy a state on every path")
+        alone = "gathered into buffers on its device" if path == "staged" else "whole parameter: one copy a state"
+        return _Decision(positions, state, False, alone)
     _check_rows_held(exports, positions, state)
     if path == "slice":
         return _Decision(positions, state, False, "the slice path copies every expert by itself")
+    if path == "staged":
+        return _Decision(positions, state, False, "gathered into buffers on its device")
     obstacle = _obstacle(exports, positions, state)
     if obstacle is not None:
         return _Decision(positions, state, False, obstacle)
@@ -274,6 +312,34 @@ def _blocks(exports: Sequence[Export], decisions: Iterable[_Decision]) -> tuple[
         BlockPlan(name, tuple(unit for _, unit in sorted(units[name], key=lambda item: item[0])))
         for name in sorted(units)
     )
+
+
+def _unit_transfers(plan: TransferPlan) -> PlannedTransfers:
+    parameters = [unit.parameter for block in plan.blocks for unit in block.units for _ in unit.exports]
+    filled = [parameter for parameter in parameters if parameter.numel()]
+    return PlannedTransfers(
+        weight_calls=len(filled),
+        weight_bytes=sum(_row_numel(parameter) * parameter.element_size() for parameter in filled),
+        optimizer_calls=sum(parameter.optimizer_calls or 0 for parameter in plan.parameters),
+        optimizer_bytes=sum(parameter.optimizer_bytes for parameter in plan.parameters),
+    )
+
+
+def _staged_transfers(plan: TransferPlan) -> PlannedTransfers:
+    counts = {True: [0, 0], False: [0, 0]}
+    for file in plan.files:
+        count = counts[file.component == WEIGHTS]
+        for window in file.windows(plan.buffer_bytes):
+            for copy in window.copies:
+                count[0] += 1
+                count[1] += copy.bytes
+    return PlannedTransfers(*counts[True], *counts[False])
+
+
+def _manner(path: PathName, parameter: ParameterPlan) -> str:
+    if path == "staged":
+        return "staged"
+    return "coalesced" if parameter.coalesced else "slice"
 
 
 def _row_numel(parameter: torch.Tensor) -> int:

@@ -26,9 +26,10 @@ from packckpt.ranks import Message, Ranks, describe, open_ranks
 from packckpt.reservation import Reservation, reserve
 from packckpt.snapshot import BlockSnapshot, Entry, Snapshot, SnapshotReader, entries_of
 from packckpt.staged import StagedSnapshot
-from packckpt.staging import DEFAULT_BUFFER_BYTES, Stager
+from packckpt.staging import Stager
 from packckpt.transfer import TransferLog, path_named, read_steps, synchronize
 from packckpt.turns import Turns
+from packckpt.windows import DEFAULT_BUFFER_BYTES
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -301,7 +302,7 @@ class CheckpointSaver:
         self._expect_not_pending(where)
         expect_free(where)
         portable = portable_config(config)
-        plan = plan_transfers(exports, state, self._path)
+        plan = plan_transfers(exports, state, self._path, self._stager.buffer_bytes)
         _warn_narrowed(plan)
         ordered = [export for block in plan.blocks for export in block.exports]
         synchronize(_devices(plan))

@@ -12,10 +12,9 @@ import torch
 from packckpt.ring import Ring, Slot
 from packckpt.tensorfile import host_bytes
 from packckpt.transfer import Kind, TransferLog, copy_in, gather_in
-from packckpt.windows import WEIGHTS, Copy, Piece, Run, Window
+from packckpt.windows import DEFAULT_BUFFER_BYTES, WEIGHTS, Copy, Piece, Run, Window
 
 _LOGGER = logging.getLogger("packckpt")
-DEFAULT_BUFFER_BYTES = 64 << 20
 
 
 class Stager:

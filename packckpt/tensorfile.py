@@ -23,7 +23,7 @@ import torch
 from packckpt.disk import create_file, naming, sync_file
 from packckpt.dtypes import DTYPE_OF_NAME, NAME_OF_DTYPE
 
-_BATCH_BYTES = 1 << 20  # packed copies of small tensors that are written together
+BATCH_BYTES = 1 << 20  # packed copies of small tensors that are written together
 _MOST_VECTORS = 1024  # of one vectored write, by POSIX's common limit
 
 
@@ -187,7 +187,7 @@ def write_tensors(path: str | os.PathLike[str], tensors: Mapping[str, torch.Tens
         for spec in specs:
             batch.append(tensor_bytes(tensors[spec.name]))
             batch_bytes += spec.bytes
-            if batch_bytes >= _BATCH_BYTES or spec is specs[-1]:
+            if batch_bytes >= BATCH_BYTES or spec is specs[-1]:
                 writer.append(*batch)
                 batch, batch_bytes = [], 0
         writer.finish()

@@ -13,6 +13,7 @@ from packckpt.exports import Export
 from packckpt.optimizer import COMPONENTS, ParameterState
 
 WEIGHTS = "lora"
+DEFAULT_BUFFER_BYTES = 64 << 20
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -219,7 +220,7 @@ def _runs(pieces: Iterable[Piece]) -> list[Run]:
     packed: dict[int, list[Piece]] = {}
     single: list[Run] = []
     for piece in pieces:
-        if piece.source is None:
+        if piece.source is None or not piece.bytes:
             continue
         if piece.export.expert is not None and piece.complete:
             packed.setdefault(id(piece.source), []).append(piece)
