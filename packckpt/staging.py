@@ -30,6 +30,7 @@ class Stager:
     def __init__(self, buffer_bytes: int = DEFAULT_BUFFER_BYTES) -> None:
         self.buffer_bytes = buffer_bytes
         self._ring: Ring | None = None
+        self._unpinned: str | None = None
         self._streams: dict[torch.device, Any] = {}
         self._zeros = memoryview(b"")
         self._told: set[str] = set()
@@ -38,9 +39,9 @@ class Stager:
         """Wait for a place for the window in the ring."""
         if self._ring is None:
             device = next((copy.device for copy in window.copies if copy.device.type != "cpu"), torch.device("cpu"))
-            self._ring, reason = make_ring(2 * self.buffer_bytes, device)
-            if reason is not None:
-                self._tell(f"no pinned memory ({reason}); copies go through pageable memory and block", log)
+            self._ring, self._unpinned = make_ring(2 * self.buffer_bytes, device)
+        if self._unpinned is not None:
+            self._tell(f"no pinned memory ({self._unpinned}); copies go through pageable memory and block", log)
         return self._ring.acquire(window.bytes)
 
     def capture(self, window: Window, slot: Slot, log: TransferLog) -> tuple[list[memoryview], Callable[[], None]]:
@@ -214,7 +215,8 @@ def progressions(rows: Sequence[int]) -> list[range]:
     start = 0
     while start < len(rows):
         stop = start + 1
-        step = rows[stop] - rows[start] if stop < len(rows) else 1
+        # A row that is exported under two keys stands twice, and no slice holds it twice.
+        step = max(1, rows[stop] - rows[start]) if stop < len(rows) else 1
         while stop < len(rows) and rows[stop] - rows[stop - 1] == step:
             stop += 1
         slices.append(range(rows[start], rows[stop - 1] + 1, step))

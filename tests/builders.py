@@ -20,7 +20,9 @@ CONFIG = {"base_model_name_or_path": "example/moe-tiny", "r": 4}
 PREFIX = "base_model.model.model"
 COMPONENTS = ("master", "exp_avg", "exp_avg_sq")
 MOMENTS = ("exp_avg", "exp_avg_sq")
-PATHS: tuple[Literal["slice", "coalesced"], ...] = ("slice", "coalesced")
+PATHS: tuple[Literal["slice", "coalesced", "staged"], ...] = ("slice", "coalesced", "staged")
+# Those that capture a layer block at a time, by `packckpt.transfer.Path`.
+BLOCK_PATHS: tuple[Literal["slice", "coalesced"], ...] = ("slice", "coalesced")
 # What the optimizer may not hold yet.
 MISSING = {"none": (), "exp_avg": ("exp_avg",), "exp_avg_sq": ("exp_avg_sq",), "both": MOMENTS}
 
@@ -229,7 +231,7 @@ def names_in(directory: Path) -> list[str]:
 def save(
     destination: Path,
     trainer: Trainer,
-    path: Literal["slice", "coalesced"] = "coalesced",
+    path: Literal["slice", "coalesced", "staged"] = "coalesced",
     *,
     with_state: bool = True,
     config: dict[str, Any] = CONFIG,

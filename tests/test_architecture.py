@@ -23,29 +23,38 @@ ALLOWED: dict[str, set[str]] = {
     "dtypes": set(),
     "disk": set(),
     "turns": set(),
+    "strands": set(),
+    "ring": set(),
     "exports": {"dtypes", "errors"},
     "optimizer": {"dtypes", "errors"},
-    "plan": {"dtypes", "errors", "exports", "optimizer"},
+    "windows": {"dtypes", "errors", "exports", "optimizer"},
+    "plan": {"dtypes", "errors", "exports", "optimizer", "windows"},
     "transfer": {"dtypes", "errors", "optimizer", "plan"},
     "tensorfile": {"disk", "dtypes"},
+    "peaks": {"dtypes", "exports", "optimizer", "plan", "tensorfile"},
     "manifest": {"errors", "optimizer", "tensorfile"},
+    "staging": {"ring", "tensorfile", "transfer", "windows"},
     "snapshot": {"disk", "dtypes", "exports", "plan", "tensorfile", "transfer"},
+    "staged": {"disk", "exports", "manifest", "snapshot", "staging", "strands", "tensorfile", "transfer", "windows"},
     "merge": {"errors", "exports", "snapshot", "tensorfile"},
-    "verify": {"dtypes", "errors", "manifest", "tensorfile"},
-    "commit": {"disk", "dtypes", "errors", "manifest", "merge", "optimizer", "tensorfile", "verify"},
+    "verify": {"dtypes", "errors", "manifest", "strands", "tensorfile"},
+    "commit": {
+        "disk", "dtypes", "errors", "manifest", "merge", "optimizer", "strands", "tensorfile", "verify", "windows",
+    },
     "ranks": {"errors", "tensorfile"},
     "reservation": {"disk", "errors"},
     "saver": {
-        "commit", "errors", "exports", "manifest", "merge", "optimizer", "plan", "ranks", "reservation", "snapshot",
-        "transfer", "turns",
+        "commit", "errors", "exports", "manifest", "merge", "optimizer", "plan", "ranks", "reservation",
+        "snapshot", "staged", "staging", "transfer", "turns", "windows",
     },
-    "checkpoint": {"errors", "manifest", "optimizer", "tensorfile", "verify"},
-    "restore": {"errors", "exports", "merge", "optimizer"},
+    "checkpoint": {"errors", "manifest", "optimizer", "tensorfile", "verify", "windows"},
+    "placing": {"exports", "merge", "ring", "staging", "transfer", "windows"},
+    "restore": {"errors", "exports", "merge", "optimizer", "placing", "windows"},
     "inspect": {"checkpoint", "dtypes", "exports", "optimizer", "tensorfile"},
-    "diff": {"checkpoint", "dtypes", "optimizer"},
+    "diff": {"checkpoint", "dtypes", "optimizer", "windows"},
     "cli": {"checkpoint", "diff", "errors", "inspect", "manifest", "verify"},
     "__main__": {"cli"},
-    "__init__": {"checkpoint", "errors", "exports", "optimizer", "plan", "saver", "transfer", "verify"},
+    "__init__": {"checkpoint", "errors", "exports", "optimizer", "peaks", "plan", "saver", "transfer", "verify"},
 }  # fmt: skip
 # Within a function or for types alone: `Checkpoint.restore` is a method, and restore needs a Checkpoint.
 ALLOWED_LATE = {("checkpoint", "restore"), ("checkpoint", "exports"), ("restore", "checkpoint")}
@@ -121,10 +130,12 @@ class TestDirection:
         }
 
         assert {name: calls for name, calls in found.items() if calls} == {
-            "transfer": ["copy_", "item", "to", "to"],
+            "transfer": ["copy_", "copy_", "item", "numpy", "numpy", "to", "to"],
+            "staging": ["copy_", "copy_", "copy_"],  # within the device, and within the host
             "tensorfile": ["numpy"],  # of host memory
             "ranks": ["numpy"],  # of host memory
-            "restore": ["copy_", "copy_", "copy_", "item", "to", "to"],  # to the device
+            "placing": ["copy_", "copy_", "to"],  # to the device
+            "restore": ["item", "to"],  # a step, to the device
         }
 
 

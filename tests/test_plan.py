@@ -87,7 +87,7 @@ LAYOUTS: dict[str, tuple[Callable[[], Trainer], bool, int, int, str]] = {
         "spans the blocks base_model.model.model.layers.0 and base_model.model.model.layers.1",
     ),
     "shape mismatch": (other_expert_axis, False, 12, 4, "exp_avg has shape [5, 3, 2], the parameter [4, 3, 2]"),
-    "dense": (dense, False, 3, 1, "whole parameter: one copy a state on every path"),
+    "dense": (dense, False, 3, 1, "whole parameter: one copy a state"),
 }  # fmt: skip
 
 
@@ -195,8 +195,8 @@ def test_explain_is_a_line_a_parameter_and_a_total() -> None:
 
 
 def test_an_unknown_path_is_refused() -> None:
-    with pytest.raises(PackckptError, match="path is 'staged'; expected one of slice, coalesced"):
-        plan_transfers([], None, "staged")  # type: ignore[arg-type]
+    with pytest.raises(PackckptError, match="path is 'both'; expected one of slice, coalesced, staged"):
+        plan_transfers([], None, "both")  # type: ignore[arg-type]
 
 
 def test_planning_reads_and_allocates_nothing() -> None:

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from packckpt import CheckpointSaver, Export, load_checkpoint, plan_transfers
 from tests import emulated
 from tests.builders import (
+    BLOCK_PATHS,
     CONFIG,
     MOMENTS,
     PATHS,
@@ -101,13 +102,19 @@ CASES = st.tuples(
 )
 
 
+# From a single row of an exported tensor (four float32 values) to everything at once.
+BUFFERS = st.one_of(st.integers(16, 200), st.just(1 << 20))
+
+
 @pytest.mark.parametrize("path", PATHS)
 @settings(max_examples=60)
-@given(case=CASES)
-def test_plan_log_device_and_observer_agree(path: Any, case: tuple[list[Parameter], list[int]]) -> None:
+@given(case=CASES, buffer_bytes=BUFFERS)
+def test_plan_log_device_and_observer_agree(
+    path: Any, case: tuple[list[Parameter], list[int]], buffer_bytes: int
+) -> None:
     trainer = build(*case, emulated.to_device)
-    state, saver = trainer.state, CheckpointSaver(path, durable=False)
-    plan = plan_transfers(trainer.exports, state, path)
+    state, saver = trainer.state, CheckpointSaver(path, durable=False, buffer_bytes=buffer_bytes)
+    plan = plan_transfers(trainer.exports, state, path, buffer_bytes)
     with tempfile.TemporaryDirectory() as directory, emulated.observe() as ledger, CopyObserver() as seen:
         log = saver.prepare(Path(directory) / "c", trainer.exports, state, CONFIG)
         saver.abort(Path(directory) / "c")
@@ -122,18 +129,22 @@ def test_plan_log_device_and_observer_agree(path: Any, case: tuple[list[Paramete
 
 
 @settings(max_examples=60)
-@given(case=CASES)
-def test_both_paths_write_the_same_bytes_and_the_right_ones(case: tuple[list[Parameter], list[int]]) -> None:
-    trainer = build(*case, lambda tensor: tensor)
+@given(case=CASES, buffer_bytes=BUFFERS, on_device=st.booleans())
+def test_all_paths_write_the_same_bytes_and_the_right_ones(
+    case: tuple[list[Parameter], list[int]], buffer_bytes: int, on_device: bool
+) -> None:
+    trainer = build(*case, emulated.to_device if on_device else lambda tensor: tensor)
     expected = expected_content(trainer)
     with tempfile.TemporaryDirectory() as directory:
         root = Path(directory)
         digests = [
-            CheckpointSaver(path, durable=False).save(root / path, trainer.exports, trainer.state, CONFIG)
+            CheckpointSaver(path, durable=False, buffer_bytes=buffer_bytes).save(
+                root / path, trainer.exports, trainer.state, CONFIG
+            )
             for path in PATHS
         ]
-        assert digests[0] == digests[1]
-        assert file_bytes(root / "slice") == file_bytes(root / "coalesced")
+        assert len(set(digests)) == 1
+        assert file_bytes(root / "slice") == file_bytes(root / "coalesced") == file_bytes(root / "staged")
         assert_same_content(read_content(root / "slice"), expected)
 
 
@@ -162,7 +173,7 @@ def test_the_slice_path_never_copies_less_often_and_the_bytes_are_equal(
     case: tuple[list[Parameter], list[int]],
 ) -> None:
     trainer = build(*case, lambda tensor: tensor)
-    plans = [plan_transfers(trainer.exports, trainer.state, path) for path in PATHS]
+    plans = [plan_transfers(trainer.exports, trainer.state, path) for path in BLOCK_PATHS]
 
     assert plans[0].optimizer_calls == 3 * len(trainer.exports)
     assert plans[1].optimizer_calls <= plans[0].optimizer_calls

@@ -12,10 +12,10 @@ from packckpt import CheckpointSaver, Export, plan_transfers
 from packckpt.transfer import TransferLog, path_named
 from tests import emulated
 from tests.builders import (
+    BLOCK_PATHS,
     COMPONENTS,
     CONFIG,
     MISSING,
-    PATHS,
     STRIDES,
     Content,
     Trainer,
@@ -56,7 +56,7 @@ def without_steps(content: Content) -> Content:
 @pytest.mark.parametrize("missing", MISSING)
 @pytest.mark.parametrize("rank", [1, 3])
 @pytest.mark.parametrize("dtype", STATE_DTYPES, ids=str)
-@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("path", BLOCK_PATHS)
 class TestMatrix:
     """{four dtypes of masters and moments} x {LoRA rank 1, 3} x {no moment, one, the other, both missing}."""
 
@@ -91,7 +91,7 @@ class TestMatrix:
         assert_same_content(read_content(tmp_path / "c"), expected)
 
 
-@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("path", BLOCK_PATHS)
 @pytest.mark.parametrize("strides", STRIDES)
 @pytest.mark.parametrize("place", [host, emulated.to_device], ids=["host", "device"])
 def test_every_row_comes_out_in_logical_order(path: Any, strides: str, place: Any) -> None:
@@ -105,7 +105,7 @@ def test_every_row_comes_out_in_logical_order(path: Any, strides: str, place: An
     assert_same_content(captured, without_steps(expected_content(trainer)))
 
 
-@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("path", BLOCK_PATHS)
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
 def test_float8_is_widened_exactly(path: Any, dtype: torch.dtype) -> None:
     trainer = Trainer()
@@ -120,7 +120,7 @@ def test_float8_is_widened_exactly(path: Any, dtype: torch.dtype) -> None:
     assert captured[f"lora/{key_of('a', 2)}"].dtype is dtype
 
 
-@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("path", BLOCK_PATHS)
 def test_nothing_captured_shares_memory_with_the_trainer(path: Any) -> None:
     """Where state is float32, contiguous and on the host, `.cpu()`, `.float()` and `.contiguous()` return it."""
     trainer = Trainer()
@@ -138,7 +138,7 @@ class TestCountsOnTheDevice:
     """Plan, log, the ledger of the device and the observer of torch's dispatcher: none knows the others."""
 
     @pytest.mark.parametrize("name", LAYOUTS)
-    @pytest.mark.parametrize("path", PATHS)
+    @pytest.mark.parametrize("path", BLOCK_PATHS)
     def test_every_layout(self, name: str, path: Any) -> None:
         trainer = LAYOUTS[name][0]()
         for parameter in trainer.parameters:
@@ -157,7 +157,7 @@ class TestCountsOnTheDevice:
 
     def test_eight_experts_are_48_and_6(self) -> None:
         found = {}
-        for path in PATHS:
+        for path in BLOCK_PATHS:
             trainer = eight_experts(emulated.to_device)
             with emulated.observe() as ledger:
                 capture(trainer, path)
@@ -214,7 +214,7 @@ class TestDeviceMemory:
         assert ledger.d2h_calls > 0
         return emulated.max_memory_allocated() - before, 8 * 4 * 6 * 4, 4 * 6 * 4
 
-    @pytest.mark.parametrize("path", PATHS)
+    @pytest.mark.parametrize("path", BLOCK_PATHS)
     @pytest.mark.parametrize("strides", ["contiguous", "transposed", "permuted"])
     def test_dense_float32_state_needs_none(self, path: Any, strides: str) -> None:
         peak, _, expert = self.peak(path, strides=STRIDES[strides])
@@ -250,7 +250,7 @@ class TestDeviceMemory:
 class TestWholeSave:
     """What crosses the boundary in a save is what the saver logs; nothing strays."""
 
-    @pytest.mark.parametrize("path", PATHS)
+    @pytest.mark.parametrize("path", BLOCK_PATHS)
     @pytest.mark.parametrize("device_steps", [False, True])
     def test_nothing_but_what_is_logged(self, path: Any, device_steps: bool, tmp_path: Path) -> None:
         def step(count: float) -> torch.Tensor:
@@ -282,7 +282,7 @@ class TestWholeSave:
         assert {event.thread for event in ledger.events} == {"MainThread"}
         assert_same_content(read_content(tmp_path / "c"), expected)
 
-    @pytest.mark.parametrize("path", PATHS)
+    @pytest.mark.parametrize("path", BLOCK_PATHS)
     def test_on_the_host_too_by_dtype(self, path: Any, tmp_path: Path) -> None:
         """Weights are bfloat16 and state is float32, so the observer can tell them apart."""
         trainer = eight_experts()
