@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import logging
+import os
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -182,8 +184,6 @@ class TestWholeFiles:
         assert (tmp_path / "c" / "adapter_model.safetensors").stat().st_ino == inode
 
     def test_a_snapshot_on_another_disk_is_read_instead(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        import os
-
         trainer = eight_experts()
         rename = os.rename
 
@@ -368,13 +368,13 @@ def test_progressions(rows: list[int], slices: list[range]) -> None:
 
 @pytest.mark.parametrize("place", [lambda tensor: tensor, emulated.to_device], ids=["host", "device"])
 def test_200_saves_leak_nothing(tmp_path: Path, place: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    import os
-
     trainer = eight_experts(place)
     with staged() as saver:
         saver.save(tmp_path / "first", trainer.exports, trainer.state, CONFIG)
+        gc.collect()
         before = (threading.active_count(), len(os.listdir("/proc/self/fd")), emulated.memory_allocated())
         for number in range(200):
             saver.save(tmp_path / str(number), trainer.exports, trainer.state, CONFIG)
+        gc.collect()
         assert (threading.active_count(), len(os.listdir("/proc/self/fd")), emulated.memory_allocated()) == before
     assert len(names_in(tmp_path)) == 201
