@@ -13,7 +13,7 @@ import torch
 from packckpt import Export, PackckptError, plan_transfers
 from packckpt.plan import TransferPlan
 from tests import emulated
-from tests.builders import Trainer, eight_experts, key_of
+from tests.builders import Trainer, allocated_on_device, eight_experts, key_of
 from tests.observer import CopyObserver
 
 
@@ -203,7 +203,7 @@ def test_planning_reads_and_allocates_nothing() -> None:
     emulated.install_or_skip()
     trainer = eight_experts(emulated.to_device)
     state = trainer.state
-    before = emulated.memory_allocated()
+    before = allocated_on_device()
     emulated.reset_peak()
     with emulated.observe() as ledger, CopyObserver() as seen:
         plan_transfers(trainer.exports, state)
