@@ -28,7 +28,9 @@ SAME = (
     "environment.start.memory.total_bytes",
     "environment.start.limits.cgroup_memory_bytes",
     "environment.start.limits.cgroup_cpus",
-    "environment.start.software",
+    "environment.start.software.python",
+    "environment.start.software.kernel",
+    *(f"environment.start.software.packages.{name}" for name in ("torch", "numpy", "safetensors", "triton")),
     "environment.start.allocator",
     "settings.ranks",
     "settings.device",
@@ -96,14 +98,8 @@ def compare(before: Run, after: Run, policy: Policy) -> Comparison:
                 unknown += [f"{title}, {name}: {words}" for words in pair.unknown(ratio)]
                 remarks += [f"{title}, {name}: {words}" for words in pair.remarks()]
     head = ("case", "path", "copies", "fence ms", "+host MB", "+dev MB", *(() if unlike else ("fence ratio",)))
-    return Comparison(
-        tuple(unlike),
-        Table(head, tuple(rows)),
-        tuple(regressions),
-        tuple(unknown),
-        tuple(remarks),
-        tuple(notes.lines()),
-    )
+    found = (tuple(each) for each in (regressions, unknown, remarks, notes.lines()))
+    return Comparison(tuple(unlike), Table(head, tuple(rows)), *found)
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,13 +157,14 @@ class _Pair:
                 yield f"{name} rose {words}, limit {text(limit, 'bytes')}"
 
     def unknown(self, ratio: Interval | Missing) -> Iterator[str]:
-        """Yield what cannot be told."""
+        """Yield what cannot be told; a reference that only captures is not ours to tell about."""
+        if any(side is not None and side.capture_only for side in (self.before, self.after)):
+            return
         if isinstance(ratio, Missing):
             yield f"fence_seconds: {ratio}"
-        capture = any(side is not None and side.capture_only for side in (self.before, self.after))
-        if not capture and any(isinstance(value, Missing) for value in self.figure("host_peak_bytes")):
+        if any(isinstance(value, Missing) for value in self.figure("host_peak_bytes")):
             yield "host_peak_bytes: not there on both sides"
-        if not capture and any(isinstance(value, Missing) for value in self.calls()):
+        if any(isinstance(value, Missing) for value in self.calls()):
             yield "copies: not there on both sides"
 
     def remarks(self) -> Iterator[str]:

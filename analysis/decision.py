@@ -45,12 +45,14 @@ class Reason:
         figure: which one, as a record names it.
         words: what was found, and what was expected.
         command: what to type to find out, or None.
+        where: which case, or nothing where it is the run or the whole.
     """
 
     kind: Kind
     figure: str
     words: str
     command: str | None = None
+    where: str = ""
 
     def __str__(self) -> str:
         return f"{self.figure}: {self.words}"
@@ -156,7 +158,8 @@ class Decision:
             ratios = [case.ratio for scope in self.scopes for case in scope.cases]
             worst = max(ratio.high for ratio in ratios if isinstance(ratio, Interval))
             return f"{self.outcome}: at most {worst:.2f} of {self.baseline}'s fence time in every case"
-        return f"{self.outcome}: {main.words if main.kind == 'unfit' else main}"
+        where = f" ({main.where})" if main.where else ""
+        return f"{self.outcome}: {main.words if main.kind == 'unfit' else main}{where}"
 
 
 # The first kind that is there decides.
@@ -246,6 +249,8 @@ def _decide_scope(scope: str, cases: Sequence[CaseDecision], policy: Policy) -> 
 
 
 def _decide_case(evidence: CaseEvidence, policy: Policy) -> CaseDecision:
+    if evidence.run.faults:
+        return _faulty_case(evidence, policy)
     hardware = list(_hardware_reasons(evidence, policy))
     ratio = ratio_of(evidence, policy.paths.candidate, policy)
     family_votes = evidence.case["family"] in policy.cases.families
@@ -258,7 +263,30 @@ def _decide_case(evidence: CaseEvidence, policy: Policy) -> CaseDecision:
         votes=family_votes and evidence.world_size in policy.hardware.ranks,
         fits_hardware=not hardware,
         ratio=ratio,
-        reasons=tuple(hardware) + tuple(_reasons(evidence, ratio, not hardware, policy)),
+        reasons=tuple(
+            replace(reason, where=evidence.title)
+            for reason in (*hardware, *_reasons(evidence, ratio, not hardware, policy))
+        ),
+    )
+
+
+def _faulty_case(evidence: CaseEvidence, policy: Policy) -> CaseDecision:
+    """A run whose files have faults says nothing but what is wrong: what is left of it may be the better half."""
+    faults = f"{len(evidence.run.faults)} faults in the files of its run"
+    wrong = mismatches(evidence, (policy.paths.baseline, policy.paths.candidate))
+    reasons = (*wrong, Reason("unfit", evidence.run.run_id, faults))
+    family_votes = evidence.case["family"] in policy.cases.families
+    return CaseDecision(
+        run_id=evidence.run.run_id,
+        title=evidence.title,
+        scope=evidence.scope,
+        world_size=evidence.world_size,
+        family_votes=family_votes,
+        votes=family_votes and evidence.world_size in policy.hardware.ranks,
+        # Whatever it was measured on: a good run beside it does not make up for it.
+        fits_hardware=True,
+        ratio=Missing(faults),
+        reasons=tuple(replace(reason, where=evidence.title) for reason in reasons),
     )
 
 
@@ -285,7 +313,7 @@ def _reasons(
     sides = [evidence.paths.get(name) for name in (policy.paths.baseline, policy.paths.candidate)]
     command = run_command(policy, [str(evidence.case["preset"])])
     absent = [
-        Reason("missing", "path", f"{evidence.title}: path {name} was not measured", command)
+        Reason("missing", "path", f"path {name} was not measured", command)
         for name, side in zip((policy.paths.baseline, policy.paths.candidate), sides, strict=True)
         if side is None
     ]
@@ -314,29 +342,26 @@ def _hardware_reasons(evidence: CaseEvidence, policy: Policy) -> Iterator[Reason
     together = [r for path in evidence.paths.values() for r in path.good if not path.capture_only]
     devices = [record.device for record in together]
     if not devices or None in devices:
-        yield Reason("unfit", "device", f"{evidence.title}: no record says on which device", command)
+        yield Reason("unfit", "device", "no record says on which device", command)
         return
     known = [device for device in devices if device is not None]
     kinds = sorted({device.kind for device in known})
     if kinds != [wanted.device_kind]:
-        found = f"{evidence.title}: no GPU was measured; found {', '.join(kinds)}, expected {wanted.gpu}"
+        found = f"no GPU was measured; found {', '.join(kinds)}, expected {wanted.gpu}"
         yield Reason("unfit", "device.kind", found, command)
         return
     names = sorted({device.name or "a GPU without a name" for device in known})
     if not all(wanted.gpu in name for name in names):
-        yield Reason(
-            "unfit", "device.name", f"{evidence.title}: measured on {', '.join(names)}; expected {wanted.gpu}", command
-        )
+        yield Reason("unfit", "device.name", f"measured on {', '.join(names)}; expected {wanted.gpu}", command)
     gpus = {device.uuid_hash for device in known}
-    if wanted.one_gpu_a_rank and (
-        any(device.shared for device in known) or None in gpus or len(gpus) != evidence.world_size
-    ):
-        words = f"{evidence.title}: {evidence.world_size} ranks on {len(gpus - {None})} known GPUs; expected one each"
+    ranks = {record.identity.rank for record in together}
+    if wanted.one_gpu_a_rank and (any(device.shared for device in known) or None in gpus or len(gpus) != len(ranks)):
+        words = f"{len(ranks)} ranks were on {len(gpus - {None})} known GPUs; expected one each"
         yield Reason("unfit", "device.shared", words, command)
     slices = {gpu.get("uuid_hash"): gpu.get("mig") for gpu in evidence.run.info["environment"]["start"]["gpus"]}
     for gpu in sorted(gpu for gpu in gpus if gpu is not None):
         if slices.get(gpu) is not wanted.mig:
-            words = f"{evidence.title}: MIG is {_flag(slices.get(gpu))}; expected {_flag(wanted.mig)}"
+            words = f"MIG is {_flag(slices.get(gpu))}; expected {_flag(wanted.mig)}"
             yield Reason("unfit", "gpu.mig", words, command)
 
 
@@ -368,17 +393,17 @@ def _run_reasons(evidence: CaseEvidence, policy: Policy) -> Iterator[Reason]:
 def _repeat_reasons(evidence: CaseEvidence, ratio: Interval | Missing, policy: Policy) -> Iterator[Reason]:
     """Yield what was measured too few times."""
     if isinstance(ratio, Missing):
-        yield Reason("unfit", "fence_seconds", f"{evidence.title}: the ratio cannot be told: {ratio}")
+        yield Reason("unfit", "fence_seconds", f"the ratio cannot be told: {ratio}")
         return
     for name, found, least in (
         ("rounds", ratio.rounds, policy.repeats.rounds_at_least),
         ("pairs", ratio.samples, policy.repeats.pairs_at_least),
     ):
         if found < least:
-            yield Reason("unfit", "fence_seconds", f"{evidence.title}: {found} {name}; expected at least {least}")
+            yield Reason("unfit", "fence_seconds", f"{found} {name}; expected at least {least}")
     pairs = evidence.pairs(policy.paths.baseline, policy.paths.candidate)
     if not isinstance(pairs, Missing) and pairs[2]:
-        words = f"{evidence.title}: {pairs[2]} saves have no partner on the other path"
+        words = f"{pairs[2]} saves have no partner on the other path"
         yield Reason("unfit", "fence_seconds", words)
 
 
@@ -392,7 +417,7 @@ def mismatches(evidence: CaseEvidence, paths: Sequence[str]) -> Iterator[Reason]
         if name in evidence.paths:
             found += evidence.paths[name].transfer_disagreements
     for disagreement in found:
-        words = f"{evidence.title}: {'; '.join(disagreement.found)}"
+        words = f"{'; '.join(disagreement.found)}"
         yield Reason("mismatch", disagreement.figure, words)
 
 
@@ -400,7 +425,7 @@ def _trouble_reasons(evidence: CaseEvidence, paths: Sequence[PathEvidence]) -> I
     """Yield what failed, was skipped or is absent."""
     for path in paths:
         for trouble in path.troubles:
-            yield Reason("missing", f"records of {path.path}", f"{evidence.title}: {trouble}")
+            yield Reason("missing", f"records of {path.path}", f"{trouble}")
 
 
 def _figure_reasons(evidence: CaseEvidence, paths: Sequence[PathEvidence], policy: Policy) -> Iterator[Reason]:
@@ -409,7 +434,7 @@ def _figure_reasons(evidence: CaseEvidence, paths: Sequence[PathEvidence], polic
         if name == "pinned_bytes_per_second":
             value = evidence.ceiling()
             if isinstance(value, Missing):
-                yield Reason("missing", name, f"{evidence.title}: {value}")
+                yield Reason("missing", name, f"{value}")
             continue
         lacking: dict[str, list[str]] = {}
         for path in paths:
@@ -417,12 +442,12 @@ def _figure_reasons(evidence: CaseEvidence, paths: Sequence[PathEvidence], polic
             if isinstance(value, Missing):
                 lacking.setdefault(str(value), []).append(path.path)
         for why, who in lacking.items():
-            yield Reason("missing", name, f"{evidence.title}, {' and '.join(who)}: {why}")
+            yield Reason("missing", name, f"{' and '.join(who)}: {why}")
     for path in paths:
         saves = len(path.memory) // evidence.world_size
         if saves < policy.repeats.memory_saves_at_least:
             least = policy.repeats.memory_saves_at_least
-            words = f"{evidence.title}, {path.path}: {saves} saves in the memory pass; expected at least {least}"
+            words = f"{path.path}: {saves} saves in the memory pass; expected at least {least}"
             yield Reason("missing", "host_peak_bytes", words)
 
 
@@ -431,7 +456,7 @@ def _believable_reasons(
 ) -> Iterator[Reason]:
     """Yield figures that cannot be: too good, or at odds with another."""
     for figure, words in doubts(evidence, paths, ratio, policy):
-        yield Reason("unfit", figure, f"{figure} cannot be true: {evidence.title}{words}")
+        yield Reason("unfit", figure, f"cannot be true: {words}")
 
 
 def _stability_reasons(evidence: CaseEvidence, paths: Sequence[PathEvidence], policy: Policy) -> Iterator[Reason]:
@@ -442,7 +467,7 @@ def _stability_reasons(evidence: CaseEvidence, paths: Sequence[PathEvidence], po
             continue
         for found in instabilities(path.path, steady, policy.instability):
             if found.kind in policy.instability.blocking:
-                yield Reason("unfit", "fence_seconds", f"{evidence.title}: fence_seconds of {found}")
+                yield Reason("unfit", "fence_seconds", f"fence_seconds of {found}")
 
 
 def _time_reasons(evidence: CaseEvidence, ratio: Interval | Missing, policy: Policy) -> Iterator[Reason]:
@@ -450,7 +475,7 @@ def _time_reasons(evidence: CaseEvidence, ratio: Interval | Missing, policy: Pol
     limit = policy.time.fence_ratio_below
     if isinstance(ratio, Missing) or ratio.high < limit:
         return
-    found = f"{evidence.title}: ratio to {policy.paths.baseline} {ratio.value:.3f} [{ratio.low:.3f}-{ratio.high:.3f}]"
+    found = f"ratio to {policy.paths.baseline} {ratio.value:.3f} [{ratio.low:.3f}-{ratio.high:.3f}]"
     if ratio.low >= limit:
         yield Reason("hold", "fence_seconds", f"{found}, expected below {limit}: {ratio.value - limit:.3f} too much")
     elif ratio.half_width_share <= policy.statistics.precision:
@@ -480,7 +505,7 @@ def _memory_reasons(evidence: CaseEvidence, paths: Sequence[PathEvidence], polic
         limit = max(below * ratio, below + more_bytes)
         if above > limit:
             words = (
-                f"{evidence.title}: {text(above, 'bytes')} over resident, {paths[0].path} {text(below, 'bytes')}, "
+                f"{text(above, 'bytes')} over resident, {paths[0].path} {text(below, 'bytes')}, "
                 f"expected at most {text(limit, 'bytes')}: {text(above - limit, 'bytes')} too much"
             )
             yield Reason("hold", name, words)

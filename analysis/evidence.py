@@ -84,6 +84,14 @@ class PathEvidence:
         return (*_failures(bad), *_absences(self.absent))
 
     @cached_property
+    def why_nothing(self) -> Missing:
+        """Why there is no figure at all, in few words."""
+        for record in self.records:
+            if record.status != "ok":
+                return Missing(f"{record.status}: {_why(record)}")
+        return Missing("the run did not get to it" if self.absent else "not measured")
+
+    @cached_property
     def timing(self) -> pd.DataFrame:
         """One row a rank and save, of all ranks at once."""
         return _frame(record for record in self.good if record.identity.pass_ in _TIMED)
@@ -113,8 +121,10 @@ class PathEvidence:
         if name.startswith("predicted."):
             return _total(self.predicted(name.removeprefix("predicted.")))
         if name.endswith("_seconds"):
-            seconds = self.steady(name)
-            return seconds if isinstance(seconds, Missing) else float(seconds.median())
+            seconds, first = self.steady(name), self.first(name)
+            if isinstance(seconds, Missing):
+                return seconds
+            return first if isinstance(first, Missing) else float(seconds.median())
         by_rank = self.peaks(name)
         return _worst(by_rank) if name.startswith("device_") else _total(by_rank)
 
@@ -126,13 +136,15 @@ class PathEvidence:
         """Return seconds of the first save of each process by (round, save); of the slowest rank."""
         return self._seconds(name, "first")
 
-    def by_rank(self, phase: str = "steady", alone: bool = False) -> Mapping[int, Array]:
-        """Return the fence seconds of each rank, in the order of the run."""
+    def by_rank(
+        self, name: str = _FENCE, alone: bool = False, phases: Sequence[str] = ("steady",)
+    ) -> Mapping[int, Array]:
+        """Return seconds of the saves of each rank, in the order of the run."""
         frame = self.timing_alone if alone else self.timing
-        if frame.empty:
+        if frame.empty or name not in frame:
             return {}
-        chosen = frame[(frame["phase"] == phase) & frame[_FENCE].notna()].sort_values(["round", "save"])
-        return {int(str(rank)): rows[_FENCE].to_numpy(float) for rank, rows in chosen.groupby("rank")}
+        chosen = frame[frame["phase"].isin(phases) & frame[name].notna()].sort_values(["round", "save"])
+        return {int(str(rank)): rows[name].to_numpy(float) for rank, rows in chosen.groupby("rank")}
 
     def _seconds(self, name: str, phase: str) -> pd.Series[float] | Missing:
         if (name, phase) not in self.memo:
@@ -143,7 +155,7 @@ class PathEvidence:
     def _find_seconds(self, name: str, phase: str) -> pd.Series[float] | Missing:
         frame = self.timing
         if frame.empty:
-            return Missing(self.troubles[0] if self.troubles else "not measured: no timing pass")
+            return self.why_nothing
         chosen = frame[frame["phase"] == phase]
         if chosen.empty:
             return Missing(f"no {phase} save was timed")
@@ -342,24 +354,24 @@ class CaseEvidence:
 
     def ceiling_share(self, path: str) -> float | Missing:
         """Return which share of the pinned ceiling the median fence reaches; of the rank that reaches least."""
-        return self._share(path, np.median, min)
+        return self._share(path, np.median, min, _FENCE, ("steady",))
 
-    def best_ceiling_share(self, path: str) -> float | Missing:
+    def best_ceiling_share(self, path: str, name: str = _FENCE) -> float | Missing:
         """Return the largest share that any save of any rank reaches: more than 1 cannot be."""
-        return self._share(path, np.min, max)
+        return self._share(path, np.min, max, name, ("first", "steady"))
 
-    def _share(self, path: str, of_saves: Any, of_ranks: Any) -> float | Missing:
+    def _share(self, path: str, of_saves: Any, of_ranks: Any, name: str, phases: Sequence[str]) -> float | Missing:
         ceiling = self.ceiling()
         if isinstance(ceiling, Missing):
             return ceiling
         evidence = self.paths[path]
         shares = []
-        for rank, seconds in evidence.by_rank().items():
+        for rank, seconds in evidence.by_rank(name, phases=phases).items():
             count = evidence.count("all", "logged", rank)
             if isinstance(count, Missing):
                 return count
             if (seconds <= 0).any():
-                return Missing(f"{_FENCE} is 0")
+                return Missing(f"{name} is 0")
             shares.append(count.bytes / float(of_saves(seconds)) / ceiling)
         return float(of_ranks(shares)) if shares else Missing("not timed")
 
@@ -475,17 +487,23 @@ def _failures(records: Iterable[Record]) -> list[str]:
     lines = []
     for (path, pass_, _), alike in found.items():
         first, who = alike[0], _places([record.identity for record in alike])
-        why = first.reasons["status"] if first.error is None else f"{first.error.type}: {first.error.message}"
-        lines.append(f"{first.status}: {pass_} pass of {path}, {who}: {why}")
+        lines.append(f"{first.status}: {pass_} pass of {path}, {who}: {_why(first)}")
     return lines
 
 
+def _why(record: Record) -> str:
+    return record.reasons["status"] if record.error is None else f"{record.error.type}: {record.error.message}"
+
+
 def _absences(identities: Iterable[Identity]) -> list[str]:
-    """Return one line a path and pass."""
-    found: dict[tuple[str, str], list[Identity]] = defaultdict(list)
+    """Return one line a path, ranks and rounds."""
+    by_pass: dict[tuple[str, str], list[Identity]] = defaultdict(list)
     for identity in identities:
-        found[identity.path, identity.pass_].append(identity)
-    return [f"absent: {pass_} pass of {path}, {_places(alike)}" for (path, pass_), alike in found.items()]
+        by_pass[identity.path, identity.pass_].append(identity)
+    passes: dict[tuple[str, str], list[str]] = defaultdict(list)
+    for (path, pass_), alike in by_pass.items():
+        passes[path, _places(alike)].append(pass_)
+    return [f"absent: {', '.join(names)} pass of {path}, {places}" for (path, places), names in passes.items()]
 
 
 def _places(identities: Sequence[Identity]) -> str:

@@ -52,7 +52,9 @@ def cut(text: str, letters: int, rest: str) -> str:
 
 
 def _without_pictures(text: str) -> str:
-    lines = [
-        f"(picture: {line.split('](')[1].rstrip(')')})" if line.startswith("![") else line for line in text.split("\n")
-    ]
-    return "\n".join(lines)
+    return "\n".join(_picture_words(line) if line.startswith("![") else line for line in text.split("\n"))
+
+
+def _picture_words(line: str) -> str:
+    file = line.split("](")[1].rstrip(")")
+    return f"(picture: {file})"

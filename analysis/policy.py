@@ -106,10 +106,12 @@ class Believable:
     fence_ratio_at_least: float
     peak_ratio_at_least: float
     peak_ratio_at_most: float
-    peak_noise_bytes: int
+    host_peak_noise_bytes: int
+    device_peak_noise_bytes: int
     resident_ratio_at_most: float
     device_resident_share_at_least: float
     part_share_at_most: float
+    prepare_share_at_least: float
 
 
 @dataclass(frozen=True, slots=True)

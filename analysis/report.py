@@ -72,13 +72,13 @@ def first_screen(run: Run, cases: Sequence[NumberedCase], policy: Policy) -> lis
     shown = worst_first(cases, policy, max(MOST_ROWS // paths, 1))
     notes = Notes()
     table = summary_table(shown, policy, notes).markdown()
-    lines = [wrap(f"On {hardware_words(cases)}; run {run.status}."), ""]
+    lines = [wrap(f"{hardware_words(cases)}. The run is {run.status}."), ""]
     if len(shown) < len(cases):
         rule = "those whose ratio cannot be told first, then the largest ratios; the others are below"
         lines += [wrap(f"The {len(shown)} worst of {len(cases)} cases: {rule}."), ""]
     lines += [table, ""]
     lines += [wrap(f"{case.number}: {case.evidence.title}, on {_device(case.evidence)}", "- ") for case in shown]
-    lines += [wrap(legend(policy))]
+    lines += ["", wrap(legend(policy))]
     lines += ["", *(wrap(line, "- ") for line in notes.lines())] if notes.reasons else []
     return [*lines, ""]
 
@@ -184,13 +184,7 @@ def _doubts(run: Run, cases: Sequence[NumberedCase], policy: Policy) -> Iterator
 def _hardware(run: Run) -> Iterator[str]:
     start = run.info["environment"]["start"]
     rows = [
-        *(
-            (
-                f"GPU {gpu['index']}",
-                f"{gpu['name']}, PCIe {gpu['link_generation']} x{gpu['link_width']}, MIG {_flag(gpu['mig'])}",
-            )
-            for gpu in start["gpus"]
-        ),
+        *((f"GPU {gpu['index']}", _gpu_words(gpu)) for gpu in start["gpus"]),
         ("GPU driver, CUDA", f"{start['gpu_driver'] or 'none'}, {start['cuda'] or 'none'}"),
         ("CPU", f"{start['cpu']['model']}, {start['cpu']['usable']} of {start['cpu']['logical']} usable"),
         ("memory", f"{start['memory']['total_bytes']} bytes" if start["memory"]["total_bytes"] else "not known"),
@@ -207,6 +201,11 @@ def _hardware(run: Run) -> Iterator[str]:
     yield Table(("what", "found"), tuple((name, str(value)) for name, value in rows)).markdown()
 
 
+def _gpu_words(gpu: Mapping[str, Any]) -> str:
+    link = f"PCIe {_value(gpu['link_generation'])} x{_value(gpu['link_width'])}"
+    return f"{gpu['name']}, {link}, MIG {_flag(gpu['mig'])}"
+
+
 def _flag(value: bool | None) -> str:
     return {True: "on", False: "off", None: "not known"}[value]
 
@@ -218,9 +217,9 @@ def _value(value: Any) -> str:
 def _what_was_run(run: Run) -> Iterator[str]:
     git = run.setting("environment", "start", "git", "commit")
     dirty = run.setting("environment", "start", "git", "dirty")
-    words = {True: " with changes on top", False: ""}.get(
-        dirty if isinstance(dirty, bool) else None, " (clean or not: not known)"
-    )  # type: ignore[arg-type]
+    words = " (clean or not: not known)"
+    if isinstance(dirty, bool):
+        words = " with changes on top" if dirty else ""
     yield f"- commit {git}{words}"
     for name in ("packckpt", "benchmarks"):
         yield wrap(f"digest of {name}/: {run.setting('environment', 'start', 'code_digests', name)}", "- ")

@@ -17,7 +17,7 @@ from analysis.evidence import collect
 from analysis.load import Run, RunError, load_run
 from analysis.policy import Policy
 from analysis.report import PLOTS_FOLDER, SUMMARY_FILE, TOOLS, Report, make_report
-from analysis.tables import Table, numbered, wrap
+from analysis.tables import numbered, wrap
 from benchmarks.record import RECORDS_FILE
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -68,37 +68,32 @@ def index_text(results: Results, policy: Policy) -> str:
         ),
         "",
     ]
-    runs = [_run_row(folder, policy) for folder in results.runs()]
-    lines += [
-        Table(("run", "measured on", "cases", "decision"), tuple(runs), left=4).markdown() if runs else "No run yet."
-    ]
-    records = [_decision_row(path) for path in results.decisions()]
+    lines += [_run_line(folder, policy) for folder in results.runs()] or ["No run yet."]
     lines += ["", "## Decision records", ""]
-    lines += [
-        Table(("date", "record", "policy", "outcome"), tuple(records), left=4).markdown() if records else "None yet."
-    ]
+    lines += [_decision_line(path) for path in results.decisions()] or ["None yet."]
     lines += ["", wrap("Made by `python -m analysis index`; do not edit.")]
     return "\n".join(lines) + "\n"
 
 
-def _run_row(folder: Path, policy: Policy) -> tuple[str, ...]:
-    name = f"[{folder.name}]({RUNS_FOLDER}/{folder.name}/{SUMMARY_FILE})"
+def _run_line(folder: Path, policy: Policy) -> str:
+    """Return one line, however long: a run is found by it with grep."""
+    link = f"- [{folder.name}]({RUNS_FOLDER}/{folder.name}/{SUMMARY_FILE})"
     try:
         run = load_run(folder)
     except RunError as error:
-        return (name, "", "", f"not a run: {error}")
+        return f"{link}: not a run: {error}"
     cases = numbered(collect(run)) if run.info else []
-    where = hardware_words(cases)
-    return (name, where, str(len(cases)), decide([run], policy).headline)
+    count = f"{len(cases)} case{'' if len(cases) == 1 else 's'}"
+    return f"{link}: {hardware_words(cases)}, {count}: **{decide([run], policy).headline}**"
 
 
-def _decision_row(path: Path) -> tuple[str, ...]:
-    link = f"[{path.stem}]({DECISIONS_FOLDER}/{path.name})"
+def _decision_line(path: Path) -> str:
+    link = f"- [{path.stem}]({DECISIONS_FOLDER}/{path.name})"
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-        return (str(content["date"]), link, str(content["policy_digest"]), str(content["headline"]))
+        return f"{link}: {content['path']}, policy {content['policy_digest']}: **{content['headline']}**"
     except (OSError, ValueError, KeyError, TypeError) as error:
-        return ("", link, "", f"not a decision record: {error}")
+        return f"{link}: not a decision record: {error}"
 
 
 def decision_record(runs: Sequence[Run], decision: Decision, day: date) -> dict[str, Any]:

@@ -142,7 +142,7 @@ def _row(case: NumberedCase, path: PathEvidence, policy: Policy, notes: Notes) -
     evidence = case.evidence
     name = path_label(path.path)
     if not path.good and path.troubles:
-        return (str(case.number), name, notes.mark(Missing(path.troubles[0])), *[""] * (len(HEAD) - 3))
+        return (str(case.number), name, notes.mark(path.why_nothing), *[""] * (len(HEAD) - 3))
     count = path.count("all", "logged")
     is_baseline = path.path == policy.paths.baseline
     ratio = "1" if is_baseline else _interval_cell(ratio_of(evidence, path.path, policy), "ratio", notes)

@@ -9,7 +9,7 @@ from analysis.decision import CaseDecision, Decision, Reason, ScopeDecision, cou
 from analysis.missing import Missing
 from analysis.tables import wrap
 
-# Of one scope: whoever decides reads these, and `decide --json` has them all.
+# Of one case: whoever decides reads these, and `decide --json` has them all.
 MOST_REASONS = 12
 
 
@@ -22,7 +22,7 @@ def decision_text(decision: Decision) -> str:
         lines += _scope_lines(scope)
     wrong = [reason for case in decision.others for reason in counting(case)]
     if wrong:
-        lines += ["- cases that do not vote", *_bullets(wrong, "  ")]
+        lines += ["- cases that do not vote:", *_bullets(wrong, "  ")]
     if decision.others:
         names = sorted({case.title.split("/")[0] for case in decision.others})
         lines += [wrap(f"{len(decision.others)} more cases were compared and do not vote: {', '.join(names)}.", "- ")]
@@ -33,9 +33,11 @@ def decision_text(decision: Decision) -> str:
 
 
 def _scope_lines(scope: ScopeDecision) -> list[str]:
-    lines = [f"- {scope.scope}: **{scope.outcome}**"]
-    lines += [wrap(f"{case.title}: {case.outcome}, ratio {_ratio_words(case)}", "  - ") for case in scope.cases]
-    return lines + _bullets(scope.all_reasons, "  ")
+    lines = [f"- {scope.scope}: **{scope.outcome}**", *_bullets(scope.reasons, "  ")]
+    for case in scope.cases:
+        lines.append(wrap(f"{case.title}: {case.outcome}, ratio {_ratio_words(case)}", "  - "))
+        lines += _bullets(counting(case), "    ")
+    return lines
 
 
 def _ratio_words(case: CaseDecision) -> str:
