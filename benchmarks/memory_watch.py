@@ -6,7 +6,7 @@ from typing import Any
 
 from benchmarks import nvml
 from benchmarks.devices import Device
-from benchmarks.host_memory import SAMPLE_SECONDS, HostMemory, Sampler, read_host_memory, reset_host_peak
+from benchmarks.host_memory import SAMPLE_SECONDS, HostMemory, Sampler, read_host_memory, reset_host_peak, settle_heap
 from benchmarks.missing import Missing
 
 
@@ -33,9 +33,14 @@ class MemoryWatch:
         return self
 
     def prepared(self) -> None:
-        """Read the peak of prepare, and start that of finalize."""
+        """Read the peak of prepare, and start that of finalize.
+
+        What prepare freed and the heap kept is given back in between: how much that is changes from run to run, and it
+        would count as finalize's.
+        """
         self._prepare_peak = self._peak()
         self._device_peaks = self._device.memory()
+        settle_heap()
         reset_host_peak()
 
     def __exit__(self, *_: object) -> None:

@@ -16,7 +16,7 @@ from benchmarks.missing import Missing
 from benchmarks.observer import CopyObserver, counted_synchronizations
 from benchmarks.outcome import Outcome
 from benchmarks.profile import profiled
-from benchmarks.record import Count, Pass
+from benchmarks.record import COUNTED, FIGURES, Count, Pass
 from benchmarks.reference import StagerReference, views_of
 from packckpt import TransferLog
 
@@ -77,20 +77,19 @@ def _memory(worker: Worker, outcome: Outcome) -> None:
 
 def _timeline(worker: Worker, outcome: Outcome) -> None:
     worker.saver, worker.trainer  # noqa: B018
-    for _ in range(2):  # the second is a steady one, whatever ran before
-        directory = worker.next_directory()
-        settle_heap()
-        worker.barrier()
-        allocated = worker.device.memory().allocated_bytes
-        read_device = _device_reader(worker.device, allocated)
-        with Sampler(read_device) as samples:
-            marks = [time.perf_counter()]
-            log = worker.prepare(directory)
-            worker.device.synchronize()
-            marks.append(time.perf_counter())
-            digest = worker.saver.finalize(directory)
-            marks.append(time.perf_counter())
-        worker.remove(directory)
+    worker.expect_warm()
+    directory = worker.next_directory()
+    settle_heap()
+    worker.barrier()
+    allocated = worker.device.memory().allocated_bytes
+    with Sampler(_device_reader(worker.device, allocated)) as samples:
+        marks = [time.perf_counter()]
+        log = worker.prepare(directory)
+        worker.device.synchronize()
+        marks.append(time.perf_counter())
+        digest = worker.saver.finalize(directory)
+        marks.append(time.perf_counter())
+    worker.remove(directory)
     _keep_log(outcome, log)
     outcome.keep_digest(digest)
     outcome.timeline = _columns(samples, marks)
@@ -130,9 +129,16 @@ def _observe(worker: Worker, outcome: Outcome) -> None:
 
 
 def _profile(worker: Worker, outcome: Outcome) -> None:
+    if worker.device.kind != "cuda":
+        why = Missing(f"torch's profiler counts copies on CUDA only, and the device is {worker.device.kind}")
+        outcome.add_sample(0, dict.fromkeys(FIGURES["profile"], why))
+        outcome.reasons["digest"] = why.reason
+        for what in COUNTED:
+            outcome.add_count(what, "profiled", why)
+        return
     worker.saver, worker.trainer  # noqa: B018
     directory = worker.next_directory()
-    with profiled(worker.device.kind) as profile:
+    with profiled() as profile:
         log = worker.prepare(directory)
     digest = worker.saver.finalize(directory)
     worker.remove(directory)

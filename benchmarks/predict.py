@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from benchmarks.cases import STATE_ITEM_BYTES, Case
 from benchmarks.record import Count
 from benchmarks.workload import ShadowTensors, Trainer, build
 from packckpt import TransferPlan, plan_transfers
 
+if TYPE_CHECKING:
+    from typing import Any as BlockPlan  # packckpt gives its blocks no public name
+
 COMPONENTS = 3  # master, exp_avg, exp_avg_sq
-# packckpt's commit asks for that much at once, and may hold two such windows.
+# packckpt's commit asks for that much at once.
 WINDOW_BYTES = 64 << 20
+# Python's and torch's own memory for one small tensor on the host, its name and its place in a dictionary.
+TENSOR_OBJECT_BYTES = 2048
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,9 +99,20 @@ def _trainer_bytes(case: Case, trainer: Trainer) -> int:
 
 def _prepare_peak_bytes(case: Case, plan: TransferPlan, on_host: bool) -> int:
     """One block is captured, then written: a transposed row is packed one expert at a time."""
-    block = max(sum(_export_bytes(case, e.parameter.shape) for e in b.exports) for b in plan.blocks)
     row = max(_row_elements(e.parameter.shape) * STATE_ITEM_BYTES for b in plan.blocks for e in b.exports)
-    return block + row + (_device_peak_bytes(case, plan) if on_host else 0)
+    block = max(sum(_captured_sizes(case, block)) for block in plan.blocks)
+    tensors = max((1 + COMPONENTS) * sum(1 for _ in block.exports) for block in plan.blocks)
+    temporary = _device_peak_bytes(case, plan) if on_host else 0
+    return block + row + temporary + tensors * TENSOR_OBJECT_BYTES
+
+
+def _captured_sizes(case: Case, block: BlockPlan) -> Iterator[int]:
+    """Sizes of the host tensors that a path makes of a block: weights by expert, state by expert or packed."""
+    for unit in block.units:
+        elements, rows = _row_elements(unit.parameter.shape), len(unit.exports)
+        yield from (elements * case.item_bytes,) * rows
+        state = (elements * STATE_ITEM_BYTES,) * rows if not unit.coalesced else (rows * elements * STATE_ITEM_BYTES,)
+        yield from state * COMPONENTS
 
 
 def _device_peak_bytes(case: Case, plan: TransferPlan) -> int:
@@ -115,15 +133,11 @@ def _device_peak_bytes(case: Case, plan: TransferPlan) -> int:
 
 
 def _finalize_peak_bytes(case: Case, own: int, shares: list[int], rank: int) -> int:
-    """The coordinator maps its own snapshot and receives windows of the others'; the others map theirs."""
-    if rank != 0:
+    """Pages of the mapped snapshot; the coordinator holds a window of another rank's tensors besides."""
+    if rank != 0 or len(shares) == 1:
         return own
-    received = sum(shares) - own
-    return own + min(2 * WINDOW_BYTES, received)
-
-
-def _export_bytes(case: Case, shape: tuple[int, ...]) -> int:
-    return _row_elements(shape) * (case.item_bytes + COMPONENTS * STATE_ITEM_BYTES)
+    components = (1 + COMPONENTS) * case.layers
+    return own + min(WINDOW_BYTES, max(shares[1:]) // components)
 
 
 def _row_elements(shape: tuple[int, ...]) -> int:

@@ -34,11 +34,15 @@ def cases_of(settings: Settings) -> list[Case]:
 def _drafts(settings: Settings) -> Iterator[Task]:
     yield Task(None, "ceiling", "ceiling", ("ceiling",), 0, 1, (0,), "together", 0)
     for text in settings.cases:
-        for world_size in settings.ranks:
-            yield from _case_tasks(settings, parse_case(text).with_ranks(world_size), world_size)
+        sizes = [(parse_case(text).with_ranks(world_size), world_size) for world_size in settings.ranks]
+        for case, world_size in sizes:
+            yield from _compared(settings, case, world_size)
+        for case, world_size in sizes:
+            yield from _beside(settings, case, world_size)
 
 
-def _case_tasks(settings: Settings, case: Case, world_size: int) -> Iterator[Task]:
+def _compared(settings: Settings, case: Case, world_size: int) -> Iterator[Task]:
+    """Every path, timed and watched."""
     everyone = tuple(range(world_size))
     for number in range(settings.rounds):
         # A B, then B A: a drift of the machine falls on both alike.
@@ -46,9 +50,14 @@ def _case_tasks(settings: Settings, case: Case, world_size: int) -> Iterator[Tas
             yield Task(case.id, arm.name, arm.implementation, ("timing",), number, world_size, everyone, "together", 0)
     for arm in settings.arms:
         yield Task(case.id, arm.name, arm.implementation, WATCHING, 0, world_size, everyone, "together", 0)
+
+
+def _beside(settings: Settings, case: Case, world_size: int) -> Iterator[Task]:
+    """What stands beside the comparison: torch's stager, and each rank of a pair alone."""
     if settings.references:
+        everyone = tuple(range(world_size))
         yield Task(case.id, REFERENCE, REFERENCE, ("reference",), 0, world_size, everyone, "together", 0)
     if settings.alone and world_size > 1:
         for arm in settings.arms:
-            for rank in everyone:
+            for rank in range(world_size):
                 yield Task(case.id, arm.name, arm.implementation, ("timing",), 0, world_size, (rank,), "alone", 0)

@@ -89,6 +89,14 @@ class Worker:
         if self.rank == self.order.task.ranks[0]:
             shutil.rmtree(directory, ignore_errors=True)
 
+    def expect_warm(self) -> None:
+        """Make the next save a steady one: save once where no pass before did."""
+        if not self._saves:
+            directory = self.next_directory()
+            self.prepare(directory)
+            self.saver.finalize(directory)
+            self.remove(directory)
+
     def barrier(self) -> None:
         """Wait until every rank that runs is here."""
         if self.together:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -217,6 +218,12 @@ def assert_same_content(actual: Content, expected: Content) -> None:
     assert sorted(actual) == sorted(expected)
     for name, value in expected.items():
         assert_same_tensor(actual[name], value, name)
+
+
+def allocated_on_device() -> int:
+    """Return the bytes alive on the emulated device, without what waits to be collected."""
+    gc.collect()
+    return emulated.memory_allocated()
 
 
 def file_bytes(root: Path) -> dict[str, bytes]:

@@ -13,7 +13,16 @@ import torch
 
 from packckpt import CheckpointSaver
 from tests import emulated
-from tests.builders import CONFIG, PATHS, STRIDES, Trainer, assert_same_content, expected_content, read_content
+from tests.builders import (
+    CONFIG,
+    PATHS,
+    STRIDES,
+    Trainer,
+    allocated_on_device,
+    assert_same_content,
+    expected_content,
+    read_content,
+)
 
 emulated.install_or_skip()
 
@@ -130,11 +139,11 @@ def test_the_change_would_be_seen() -> None:
 
 def test_the_saver_lets_the_trainer_go(tmp_path: Path) -> None:
     """Between prepare and finalize no tensor of the trainer is kept alive on the device."""
-    before = emulated.memory_allocated()
+    before = allocated_on_device()
     trainer = make(*CASES["device float32"])
     saver = CheckpointSaver(durable=False)
     saver.prepare(tmp_path / "c", trainer.exports, trainer.state, CONFIG)
     del trainer
 
-    assert emulated.memory_allocated() == before
+    assert allocated_on_device() == before
     saver.finalize(tmp_path / "c")

@@ -27,6 +27,7 @@ from tests.builders import (
     PREFIX,
     STRIDES,
     Trainer,
+    allocated_on_device,
     arange,
     assert_same_content,
     assert_same_tensor,
@@ -225,7 +226,7 @@ class TestCopies:
         trainer = Trainer(emulated.to_device)
         trainer.packed("a", experts=8, rows=4, columns=6, state_dtype=torch.bfloat16)
         save(tmp_path / "c", trainer)
-        before = emulated.memory_allocated()
+        before = allocated_on_device()
         emulated.reset_peak()
         with emulated.observe() as ledger:
             restore(load_checkpoint(tmp_path / "c"), trainer)
