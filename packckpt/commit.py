@@ -47,6 +47,7 @@ class Commit:
         merged: the tensors, in string order of their keys.
         durable: sync files and directories to disk.
         strict_duplicates: compare what several ranks export under one key.
+        new_parents: directories above the destination that were made for this save, outermost first.
     """
 
     destination: Path
@@ -55,6 +56,7 @@ class Commit:
     merged: Sequence[MergedKey]
     durable: bool
     strict_duplicates: bool
+    new_parents: Sequence[Path] = ()
 
     def write(self, fetch: Fetch) -> str:
         """Write the checkpoint beside the destination, rename it into place, and return its digest.
@@ -137,6 +139,8 @@ class Commit:
             return digest
         try:
             self._sync_directory(self.destination.parent)
+            for parent in reversed(self.new_parents):
+                self._sync_directory(parent.parent)
         except OSError:
             # Not known to be on disk: a call that raises leaves no checkpoint.
             os.rename(self.destination, temporary)

@@ -334,6 +334,7 @@ class CheckpointSaver:
                 prepared.merged,
                 self._durable,
                 self._strict_duplicates,
+                () if prepared.reservation is None else prepared.reservation.created_parents,
             )
             verdict: Message = {"error": "finalize: rank 0 was interrupted", "ranks": [0]}
             try:
