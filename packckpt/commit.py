@@ -59,6 +59,7 @@ class Commit:
         merged: the tensors, in string order of their keys.
         durable: sync files and directories to disk.
         strict_duplicates: compare what several ranks export under one key.
+        new_parents: directories above the destination that were made for this save, outermost first.
         whole_files: by relative path, files of snapshots that are moved instead of merged; their owners have
             synced them where durable.
     """
@@ -69,6 +70,7 @@ class Commit:
     merged: Sequence[MergedKey]
     durable: bool
     strict_duplicates: bool
+    new_parents: Sequence[Path] = ()
     whole_files: Mapping[str, WholeFile] = field(default_factory=dict)
 
     def write(self, fetch: Fetch) -> str:
@@ -197,6 +199,8 @@ class Commit:
             return digest
         try:
             self._sync_directory(self.destination.parent)
+            for parent in reversed(self.new_parents):
+                self._sync_directory(parent.parent)
         except OSError:
             # Not known to be on disk: a call that raises leaves no checkpoint.
             os.rename(self.destination, temporary)

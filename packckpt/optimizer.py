@@ -89,6 +89,12 @@ class AdamState:
         view.hyperparameters()
         for name, parameter in view._named_parameters():
             _check_keys(type(optimizer).__name__, name, optimizer.state.get(parameter, {}))
+        if isinstance(optimizer, torch.optim.NAdam | torch.optim.Adamax):
+            # Their state differs from Adam's only once they have stepped.
+            raise OptimizerError(
+                f"{type(optimizer).__name__} keeps state that the checkpoint format has no place for; it holds step, "
+                "exp_avg and exp_avg_sq, as Adam and AdamW do: save this optimizer another way"
+            )
         return view
 
     @property

@@ -12,7 +12,7 @@ import torch
 
 from packckpt.dtypes import STATE_DTYPE
 from packckpt.errors import OptimizerError, PackckptError
-from packckpt.exports import Export, block_of, check_exports
+from packckpt.exports import Export, check_exports
 from packckpt.optimizer import COMPONENTS, AdamState, ParameterState, StateReader
 from packckpt.windows import DEFAULT_BUFFER_BYTES, WEIGHTS, FilePlan, plan_files
 
@@ -303,15 +303,19 @@ def _block_obstacle(exports: Sequence[Export], positions: Sequence[int]) -> str 
 
 def _blocks(exports: Sequence[Export], decisions: Iterable[_Decision]) -> tuple[BlockPlan, ...]:
     """Group units by block; blocks in string order, units in export order."""
-    units: dict[str, list[tuple[int, Unit]]] = {}
+    unit_at: list[Unit | None] = [None] * len(exports)
     for decision in decisions:
-        for positions in [decision.positions] if decision.coalesced else [[p] for p in decision.positions]:
-            unit = Unit(tuple(exports[p] for p in positions), decision.state, decision.coalesced)
-            units.setdefault(block_of(unit.exports[0].key), []).append((positions[0], unit))
-    return tuple(
-        BlockPlan(name, tuple(unit for _, unit in sorted(units[name], key=lambda item: item[0])))
-        for name in sorted(units)
-    )
+        if decision.coalesced:
+            run = tuple(exports[position] for position in decision.positions)
+            unit_at[decision.positions[0]] = Unit(run, decision.state, True)
+            continue
+        for position in decision.positions:
+            unit_at[position] = Unit((exports[position],), decision.state, False)
+    units: dict[str, list[Unit]] = {}
+    for unit in unit_at:
+        if unit is not None:
+            units.setdefault(unit.exports[0].block, []).append(unit)
+    return tuple(BlockPlan(name, tuple(units[name])) for name in sorted(units))
 
 
 def _unit_transfers(plan: TransferPlan) -> PlannedTransfers:

@@ -364,7 +364,8 @@ class CheckpointSaver:
                 prepared.merged,
                 self._durable,
                 self._strict_duplicates,
-                whole_files,
+                new_parents=() if prepared.reservation is None else prepared.reservation.created_parents,
+                whole_files=whole_files,
             )
             verdict: Message = {"error": "finalize: rank 0 was interrupted", "ranks": [0]}
             try:

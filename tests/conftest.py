@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import os
 
+import torch
 from hypothesis import HealthCheck, settings
+
+# The tensors are tiny: threads that wait for one another cost more than they give, above all on a busy machine.
+torch.set_num_threads(1)
 
 # Deadlines measure the machine. In CI the examples are the same on every run, so that a red check can be repeated.
 _COMMON = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}

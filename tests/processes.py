@@ -67,9 +67,14 @@ def attempt(work: Callable[[], Any]) -> Any:
         return Failure.of(error)
 
 
-def on_ranks(size: int, job: Callable[..., Any], *args: Any, timeout_seconds: float = 60.0) -> list[Any]:
-    """Run `job(rank, *args)` on ranks of a fresh gloo group; return the values, or fail with what a rank raised."""
-    outcomes = outcomes_on_ranks(size, job, *args, timeout_seconds=timeout_seconds)
+def on_ranks(
+    size: int, job: Callable[..., Any], *args: Any, timeout_seconds: float = 60.0, group: bool = True
+) -> list[Any]:
+    """Run `job(rank, *args)` on ranks of a fresh gloo group; return the values, or fail with what a rank raised.
+
+    Without `group` the job makes its own.
+    """
+    outcomes = outcomes_on_ranks(size, job, *args, timeout_seconds=timeout_seconds, group=group)
     for rank, outcome in enumerate(outcomes):
         if outcome.failure is not None:
             raise AssertionError(f"rank {rank} of {size} raised\n{outcome.failure.traceback}")
@@ -80,10 +85,10 @@ def on_ranks(size: int, job: Callable[..., Any], *args: Any, timeout_seconds: fl
 
 
 def outcomes_on_ranks(
-    size: int, job: Callable[..., Any], *args: Any, timeout_seconds: float = 60.0, backend: str = "gloo"
+    size: int, job: Callable[..., Any], *args: Any, timeout_seconds: float = 60.0, group: bool = True
 ) -> list[Outcome]:
     """Run `job(rank, *args)` on ranks that may die or hang; who hangs longer than the time-out is killed."""
-    return _pool().run(size, job, args, timeout_seconds, backend)
+    return _pool().run(size, job, args, timeout_seconds, group)
 
 
 @dataclass
@@ -116,14 +121,14 @@ class _Pool:
         self._numbers = itertools.count()
 
     def run(
-        self, size: int, job: Callable[..., Any], args: tuple[Any, ...], timeout_seconds: float, backend: str
+        self, size: int, job: Callable[..., Any], args: tuple[Any, ...], timeout_seconds: float, group: bool
     ) -> list[Outcome]:
         while len(self._idle) < size:
             self._idle.append(_Worker.start())
         workers = [self._idle.pop(0) for _ in range(size)]
         meeting = os.path.join(self._meetings.name, str(next(self._numbers)))
         for rank, worker in enumerate(workers):
-            worker.connection.send((job, args, rank, size, meeting, backend))
+            worker.connection.send((job, args, rank, size, meeting if group else None))
         outcomes = self._collect(workers, time.monotonic() + timeout_seconds)
         missing = sum(outcome.exit_status is not None for outcome in outcomes)
         self._idle.extend(_Worker.start() for _ in range(missing))  # ready by the time that they are needed
@@ -169,23 +174,24 @@ def _serve(descriptor: int) -> None:
     """Run jobs until the parent is gone."""
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     torch.set_num_threads(1)
+    torch.optim.AdamW([torch.zeros(1)])  # torch imports much at the first one, now and not in the first job
     connection = Connection(descriptor)
     with contextlib.suppress(EOFError, ConnectionError):
         while True:
             connection.send(_outcome(*connection.recv()))
 
 
-def _outcome(
-    job: Callable[..., Any], args: tuple[Any, ...], rank: int, size: int, meeting: str, backend: str
-) -> Outcome:
+def _outcome(job: Callable[..., Any], args: tuple[Any, ...], rank: int, size: int, meeting: str | None) -> Outcome:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         try:
-            store = dist.FileStore(meeting, size)
-            dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timedelta(seconds=60))
+            if meeting is not None:
+                store = dist.FileStore(meeting, size)
+                dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=60))
             try:
                 return Outcome(value=job(rank, *args))
             finally:
-                dist.destroy_process_group()
+                if dist.is_initialized():
+                    dist.destroy_process_group()
         except BaseException as error:
             return Outcome(failure=Failure.of(error))

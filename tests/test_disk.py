@@ -67,6 +67,19 @@ def test_everything_is_synced_around_the_rename(tmp_path: Path, events: list[tup
     assert events[renamed + 1 :] == [("sync", str(tmp_path))]
 
 
+def test_parents_that_were_made_are_synced_too(tmp_path: Path, events: list[tuple[str, str]]) -> None:
+    """A directory is on disk when its parent's entries are."""
+    destination = tmp_path / "runs" / "today" / "step-1"
+    _save(destination, durable=True)
+    renamed = events.index(("rename", str(destination)))
+    parents = [tmp_path / "runs" / "today", tmp_path / "runs", tmp_path]
+    assert events[renamed + 1 :] == [("sync", str(parent)) for parent in parents]
+    events.clear()
+    _save(tmp_path / "runs" / "today" / "step-2", durable=True)
+    assert events[-1] == ("sync", str(parents[0]))
+    assert events[-2][0] == "rename"
+
+
 def test_nothing_is_synced_where_it_need_not_be(tmp_path: Path, events: list[tuple[str, str]]) -> None:
     _save(tmp_path / "step-1", durable=False)
     assert events == [("rename", str(tmp_path / "step-1"))]

@@ -209,6 +209,12 @@ OTHERS: dict[str, tuple[Callable[[Any], torch.optim.Optimizer], tuple[str, ...]]
 }
 
 
+@pytest.mark.parametrize("kind", [torch.optim.NAdam, torch.optim.Adamax])
+def test_an_optimizer_whose_state_will_differ_is_refused_before_it_has_any(kind: type[torch.optim.Optimizer]) -> None:
+    with pytest.raises(OptimizerError, match=f"{kind.__name__} keeps state that the checkpoint format has no place"):
+        AdamState.from_optimizer(kind([parameter(3, 2)]))
+
+
 @pytest.mark.parametrize("name", OTHERS)
 class TestOtherOptimizers:
     def test_refused_with_optimizer_parameter_and_keys(self, name: str) -> None:

@@ -202,6 +202,28 @@ def test_turns_come_in_the_order_in_which_they_were_asked_for() -> None:
     assert order == ["waited", "asked again"] * 50
 
 
+def test_who_is_interrupted_while_waiting_gives_up_its_turn() -> None:
+    turns = Turns()
+    held, let_go = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with turns:
+            held.set()
+            assert let_go.wait(10)
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    assert held.wait(10)
+    threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT)).start()
+    with pytest.raises(KeyboardInterrupt), turns:
+        pytest.fail("it was not our turn")
+    let_go.set()
+    thread.join()
+    with turns:
+        assert len(turns._waiting) == 1
+    assert not turns._waiting
+
+
 def _until(condition: Callable[[], bool], seconds: float = 10.0) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
@@ -270,16 +292,15 @@ INTERRUPTIONS = [KeyboardInterrupt, SystemExit, asyncio.CancelledError, Generato
 @contextmanager
 def _failing_copy(number: int, error: BaseException, patch: pytest.MonkeyPatch) -> Iterator[None]:
     """Raise in the middle of the n-th copy to the host."""
-    copy, count = transfer._to_host, itertools.count(1)
+    add, count = TransferLog.add, itertools.count(1)
 
-    def failing(source: torch.Tensor, kind: Any, log: TransferLog) -> torch.Tensor:
-        moved = copy(source, kind, log)
+    def failing(self: TransferLog, kind: Any, moved: torch.Tensor) -> None:
+        add(self, kind, moved)
         if next(count) == number:
             raise error
-        return moved
 
     with patch.context() as context:
-        context.setattr(transfer, "_to_host", failing)
+        context.setattr(TransferLog, "add", failing)
         yield
 
 
@@ -561,7 +582,6 @@ def _make_refusing(store: dist.Store, rank: int, size: int, timeout: Any) -> dis
 
 
 def _with_a_refusing_group(rank: int, root: Path, given: bool) -> tuple[str, Any]:
-    dist.destroy_process_group()
     if not hasattr(dist.Backend, "REFUSING"):
         dist.Backend.register_backend("refusing", _make_refusing, devices=["cpu"])
     store = dist.FileStore(str(root / f".meeting-{given}"), 2)
@@ -579,7 +599,7 @@ def _with_a_refusing_group(rank: int, root: Path, given: bool) -> tuple[str, Any
 
 @pytest.mark.parametrize("given", [False, True])
 def test_the_trainers_own_group_is_never_used(tmp_path: Path, given: bool) -> None:
-    for digest, refused in on_ranks(2, _with_a_refusing_group, tmp_path, given):
+    for digest, refused in on_ranks(2, _with_a_refusing_group, tmp_path, given, group=False):
         assert digest == verify_checkpoint(tmp_path / "step-2")
         assert isinstance(refused, Failure)
         assert refused.text == "the trainer's own group was used"
