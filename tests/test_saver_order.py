@@ -512,7 +512,7 @@ class _SlowPhase:
         "look": "plan_transfers",
         "write": "path_named",
         "commit": "Commit",
-        "end": "_expect_one_intent",
+        "end": "_expect_one_end",
     }
 
     def __init__(self, phase: str) -> None:
