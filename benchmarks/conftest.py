@@ -29,13 +29,17 @@ def pytest_benchmark_update_commit_info(config: pytest.Config, commit_info: dict
 @pytest.hookimpl(trylast=True)
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
     """Say so, and fail, where this suite ran and left no measurement: off under xdist, disabled, skipped, or raised."""
-    own = [item for item in session.items if Path(__file__).parent in item.path.parents]
-    if not own or session.config.option.collectonly or hasattr(session.config, "workerinput"):
+    config = session.config
+    if config.option.collectonly or hasattr(config, "workerinput"):
         return
-    measured = getattr(session.config, "_benchmarksession", None)
+    own = [item for item in getattr(session, "items", ()) if "benchmark" in getattr(item, "fixturenames", ())]
+    # Under xdist this process has no items of its own, and pytest-benchmark is off in the others.
+    if not own and config.getoption("dist", "no") == "no":
+        return
+    measured = getattr(config, "_benchmarksession", None)
     found = [] if measured is None else [bench for bench in measured.benchmarks if bench.stats.rounds]
     if not found or exitstatus not in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
-        session.config.stash[_REASON] = f"no measurements: {len(found)} of {len(own)} benchmarks were timed"
+        config.stash[_REASON] = f"no measurements: {len(found)} of {len(own)} benchmarks were timed"
         if session.exitstatus == pytest.ExitCode.OK:
             session.exitstatus = _NOT_MEASURED
 
