@@ -23,7 +23,7 @@ endif
 CODE := $(wildcard packckpt benchmarks analysis) tools
 LINTED := $(CODE) $(wildcard tests)
 
-.PHONY: help venv check-python bench test lint format types lock lock-check wheel wheel-check clean
+.PHONY: help venv check-python bench gpu-check test lint format types lock lock-check wheel wheel-check clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -44,6 +44,9 @@ bench: $(READY) ## measure: python -m benchmarks run
 
 test: $(READY) ## run the tests; a warning is an error
 	$(PY) -m pytest $(ARGS)
+
+gpu-check: check-python ## on a GPU node: the tests marked gpu, and a run of 8 minutes; installs nothing
+	PYTHON=$(PYTHON) bash benchmarks/launch/gpu_check.sh $(ARGS)
 
 lint: $(READY) ## check style and format
 	$(PY) -m ruff check $(LINTED)
