@@ -18,6 +18,7 @@ the device if not.
 
 from __future__ import annotations
 
+import gc
 import threading
 import time
 import types
@@ -755,6 +756,17 @@ def _missing() -> list[str]:
     return [name for name, (owner, attribute) in needed.items() if not hasattr(owner, attribute)]
 
 
+def _self_check() -> None:
+    """What rests on torch's inner workings: kernels are called, and a storage keeps its bytes."""
+    tensor = to_device(torch.arange(6, dtype=torch.float32).reshape(2, 3))
+    view = tensor.T[1:]
+    del tensor
+    gc.collect()
+    values = (view + 1).cpu().tolist()
+    if values != [[2.0, 5.0], [3.0, 6.0]]:
+        raise RuntimeError(f"a view of a tensor that is gone reads {values}")
+
+
 def install() -> None:
     """Register the device, once a process; calling it again changes nothing.
 
@@ -774,6 +786,11 @@ def install() -> None:
             )
         torch.utils.backend_registration._setup_privateuseone_for_python_backend(NAME, _Backend(f"torch.{NAME}"))
         _register_kernels()
+        try:
+            _self_check()
+        except Exception as error:
+            _libraries.clear()
+            raise EmulationUnavailable(f"torch {torch.__version__} hosts no emulated device: {error}") from error
 
 
 def install_or_skip() -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any, ClassVar
+
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests import emulated
 from tests.observer import CopyObserver
@@ -92,6 +95,23 @@ class TestDeviceTensors:
             emulated.to_host(emulated.to_device(arange(2, 3).T))
 
         assert seen.events == []
+
+    def test_helpers_of_the_emulation_hide_from_every_mode(self) -> None:
+        class Everything(TorchDispatchMode):
+            calls: ClassVar[list[str]] = []
+
+            def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+                self.calls.append(func.name())
+                return func(*args, **(kwargs or {}))
+
+        host = arange(2, 3)
+        with Everything() as seen:
+            device = emulated.to_device(host, keep_strides=False)
+            emulated.to_host(device)
+            assert seen.calls == []
+            device.cpu()
+
+        assert seen.calls == ["aten::_to_copy"]
 
     def test_host_to_host_copies_are_apart(self) -> None:
         device = emulated.to_device(arange(4))
