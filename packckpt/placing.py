@@ -107,7 +107,7 @@ def _departure(device: torch.device) -> Callable[[], None]:
     """Return a function that waits for what was submitted to the device's current stream so far."""
     if device.type != "cuda":
         return lambda: None
-    event: Any = torch.Event(device)
+    event: Any = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
     event.record(torch.cuda.current_stream(device))
     wait: Callable[[], None] = event.synchronize
     return wait

@@ -110,7 +110,8 @@ class Stager:
     def _recorded(self, device: torch.device) -> Callable[[], None]:
         if device.type != "cuda":
             return lambda: None
-        event = torch.Event(device)
+        # Blocking: a thread that waits sleeps, and leaves its core to those that hash.
+        event: Any = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
         event.record(self._streams[device])
 
         def wait() -> None:
