@@ -23,7 +23,7 @@ endif
 CODE := $(wildcard packckpt benchmarks analysis) tools
 LINTED := $(CODE) $(wildcard tests)
 
-.PHONY: help venv check-python bench gpu-check test lint format types lock lock-check wheel wheel-check clean
+.PHONY: help venv check-python bench gpu-check report results-check test-analysis test lint format types lock lock-check wheel wheel-check clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -41,6 +41,16 @@ $(VENV)/.ready: pyproject.toml requirements/dev.lock tools/make_venv.py
 
 bench: $(READY) ## measure: python -m benchmarks run
 	$(PY) -m benchmarks run $(ARGS)
+
+report: $(READY) ## tables, plots and decision of the newest run, or of ARGS, and the index of all
+	$(PY) -m analysis report $(ARGS)
+	$(PY) -m analysis index
+
+results-check: $(READY) ## fail when a file under results/ is not what the records give
+	$(PY) -m analysis check
+
+test-analysis: $(READY) ## the analysis' tests alone; they need neither torch nor packckpt
+	$(PY) -m pytest --confcutdir tests/analysis tests/analysis $(ARGS)
 
 test: $(READY) ## run the tests; a warning is an error
 	$(PY) -m pytest $(ARGS)

@@ -53,6 +53,7 @@ def _path(evidence: CaseEvidence, path: PathEvidence, limits: Believable) -> Ite
             yield name, words
     for part, whole in _PARTS:
         yield from _part(path.timing, part, whole, limits)
+    yield from _lost_events(path.timing, limits)
     yield from _largest(path.memory)
     for measured, planned in _PEAKS:
         yield from _peak(path, measured, planned, limits)
@@ -75,6 +76,19 @@ def _part(frame: pd.DataFrame, part: str, whole: str, limits: Believable) -> Ite
         row = longer.iloc[0]
         lengths = f"{text(row[part], 'seconds')} of {text(row[whole], 'seconds')}"
         yield f"{whole} or {part}", f"{part} is {lengths}, in {len(longer)} of {len(frame)} saves"
+
+
+def _lost_events(frame: pd.DataFrame, limits: Believable) -> Iterator[Doubt]:
+    if frame.empty or "device_seconds" not in frame:
+        return
+    for rank, rows in frame.groupby("rank"):
+        seconds = rows["device_seconds"]
+        median = float(seconds.median())
+        if seconds.min() < median * limits.device_seconds_share_at_least:
+            words = (
+                f"rank {rank}: {text(float(seconds.min()), 'seconds')} in one save, median {text(median, 'seconds')}"
+            )
+            yield "device_seconds", words
 
 
 def _largest(frame: pd.DataFrame) -> Iterator[Doubt]:

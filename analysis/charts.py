@@ -13,6 +13,7 @@ from analysis.decision import ratio_of
 from analysis.evidence import PathEvidence
 from analysis.missing import Missing
 from analysis.policy import Policy
+from analysis.rounds import by_round
 from analysis.statistics import Array, Interval
 from analysis.tables import Notes, NumberedCase, Table, cell, fence_of, path_label, worst_first
 from analysis.units import number, size, span
@@ -188,8 +189,8 @@ def fences(cases: Sequence[NumberedCase], policy: Policy, notes: Notes) -> Chart
             dots.append(Dots(Row(case, label, path.path), (), (), steady))
             rows.append((str(case.number), label, "", "", notes.mark(steady)))
             continue
-        firsts = {} if isinstance(first, Missing) else _by_round(first)
-        for place, samples in _by_round(steady).items():
+        firsts = {} if isinstance(first, Missing) else by_round(first)
+        for place, samples in by_round(steady).items():
             cells = [" ".join(number(each, "seconds") for each in some) for some in (firsts.get(place, ()), samples)]
             rows.append((str(case.number), label, str(place), *cells))
         median = float(steady.median())
@@ -197,7 +198,7 @@ def fences(cases: Sequence[NumberedCase], policy: Policy, notes: Notes) -> Chart
         if isinstance(middle, Interval):
             words = f"median {span(middle.value, middle.low, middle.high, 'seconds')}"
         rows.append((str(case.number), label, "all", "", words))
-        flat_first = tuple(each for some in firsts.values() for each in some)
+        flat_first = tuple(float(each) for some in firsts.values() for each in some)
         shown = middle if isinstance(middle, Interval) else median
         dots.append(Dots(Row(case, label, path.path), flat_first, tuple(float(each) for each in steady), shown))
     if not any(each.steady for each in dots):
@@ -356,13 +357,6 @@ def _each(cases: Sequence[NumberedCase]) -> list[tuple[NumberedCase, PathEvidenc
 
 def _any_known(bars: Sequence[Bar]) -> bool:
     return any(not isinstance(part, Missing) for bar in bars for part in bar.parts)
-
-
-def _by_round(samples: Any) -> dict[int, tuple[float, ...]]:
-    return {
-        int(str(place)): tuple(float(each) for each in values)
-        for place, values in samples.sort_index().groupby(level="round")
-    }
 
 
 def _moved(case: NumberedCase) -> int:

@@ -7,13 +7,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
 from analysis.evidence import PathEvidence, collect
 from analysis.load import Run
 from analysis.missing import Missing
 from analysis.policy import Policy
 from analysis.report import DECISION_FILE
+from analysis.rounds import by_round
 from analysis.statistics import Array, Interval, independent_ratio
 from analysis.tables import Notes, Table, path_label, wrap
 from analysis.units import number, span, text
@@ -133,9 +132,7 @@ class _Pair:
             steady = Missing("the path is not there") if side is None else side.steady()
             if isinstance(steady, Missing):
                 return Missing(f"{name}: {steady}")
-            rounds.append(
-                [np.asarray(some, dtype=np.float64) for _, some in steady.sort_index().groupby(level="round")]
-            )
+            rounds.append(list(by_round(steady).values()))
         return independent_ratio(rounds[0], rounds[1], policy.bootstrap)
 
     def regressions(self, ratio: Interval | Missing, policy: Policy) -> Iterator[str]:
@@ -177,7 +174,7 @@ class _Pair:
 
 def _row(title: str, pair: _Pair, ratio: Interval | Missing, unlike: bool, notes: Notes) -> tuple[str, ...]:
     def both(values: tuple[float | Missing, float | Missing], unit: str) -> str:
-        return " -> ".join(notes.mark(each) if isinstance(each, Missing) else number(each, unit) for each in values)
+        return "→".join(notes.mark(each) if isinstance(each, Missing) else number(each, unit) for each in values)
 
     cells = (
         title,
@@ -197,7 +194,7 @@ def comparison_text(before: Run, after: Run, comparison: Comparison, policy: Pol
     """Return a comparison for a terminal or GitHub."""
     titles = list(dict.fromkeys(row[0] for row in comparison.table.rows))
     rows = tuple((str(titles.index(row[0]) + 1), *row[1:]) for row in comparison.table.rows)
-    lines = [f"# {before.run_id} -> {after.run_id}", ""]
+    lines = [f"# {before.run_id} → {after.run_id}", ""]
     if comparison.differences:
         lines += ["Not the same machine or measurement, so no ratios:", ""]
         lines += [*(wrap(each, "- ") for each in comparison.differences), ""]

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 import numpy as np
@@ -17,6 +17,7 @@ import pandas as pd
 
 from analysis.load import Run
 from analysis.missing import Missing
+from analysis.rounds import by_round
 from analysis.statistics import Array
 from benchmarks.record import COUNTED, COUNTERS, Count, Identity, Record
 
@@ -173,6 +174,12 @@ class PathEvidence:
 
     def peaks(self, name: str) -> Mapping[int, int | Missing]:
         """Return a figure of the memory pass, the largest of all saves, by rank."""
+        if name not in self.memo:
+            self.memo[name] = self._find_peaks(name)
+        found: Mapping[int, int | Missing] = self.memo[name]
+        return found
+
+    def _find_peaks(self, name: str) -> Mapping[int, int | Missing]:
         frame = self.memory
         found: dict[int, int | Missing] = {}
         for rank in range(self.world_size):
@@ -334,16 +341,15 @@ class CaseEvidence:
         both = pd.concat(sides, axis=1, join="inner", keys=["above", "below"]).sort_index()
         if both.empty:
             return Missing("no save of one path has a partner of the other in its round")
-        rounds = [rows for _, rows in both.groupby(level="round")]
         return (
-            [rows["above"].to_numpy(float) for rows in rounds],
-            [rows["below"].to_numpy(float) for rows in rounds],
+            list(by_round(both["above"]).values()),
+            list(by_round(both["below"]).values()),
             sum(len(side) for side in sides) - 2 * len(both),
         )
 
     def ceiling(self) -> float | Missing:
         """Return the pinned bandwidth of this machine, bytes a second: the best that was seen."""
-        records = [record for record in self.run.records if record.identity.pass_ == CEILING and record.status == "ok"]
+        records = _ceiling_records(self.run)
         if not records:
             return Missing("no ceiling was measured")
         values = [sample["pinned_bytes_per_second"] for record in records for sample in record.samples]
@@ -376,6 +382,11 @@ class CaseEvidence:
         return float(of_ranks(shares)) if shares else Missing("not timed")
 
 
+@lru_cache(maxsize=4)
+def _ceiling_records(run: Run) -> tuple[Record, ...]:
+    return tuple(record for record in run.records if record.identity.pass_ == CEILING and record.status == "ok")
+
+
 def digest_disagreement(paths: Iterable[PathEvidence]) -> Disagreement | None:
     """Return which paths left different bytes, if any did."""
     found: dict[str, list[str]] = defaultdict(list)
@@ -388,7 +399,9 @@ def digest_disagreement(paths: Iterable[PathEvidence]) -> Disagreement | None:
     return Disagreement("digest", words)
 
 
-def collect(run: Run) -> list[CaseEvidence]:
+# Table, plots and decision ask for the same; what they worked out stays with it.
+@lru_cache(maxsize=4)
+def collect(run: Run) -> tuple[CaseEvidence, ...]:
     """Return the evidence of a run: by case and world size, in the order in which the run set out to measure them."""
     records: dict[tuple[str, int], dict[str, list[Record]]] = defaultdict(lambda: defaultdict(list))
     absent: dict[tuple[str, int], dict[str, list[Identity]]] = defaultdict(lambda: defaultdict(list))
@@ -414,7 +427,7 @@ def collect(run: Run) -> list[CaseEvidence]:
         }
         case = _case(case_id, [r for path in paths.values() for r in path.records], described)
         found.append(CaseEvidence(run, case_id, world_size, case, paths))
-    return found
+    return tuple(found)
 
 
 def _path_evidence(

@@ -8,6 +8,7 @@ import numpy as np
 import pandas as pd
 
 from analysis.policy import Instability as Limits
+from analysis.rounds import by_round
 from analysis.statistics import Array, drift_share, kendall, modes, spread_share
 from analysis.units import text
 
@@ -80,8 +81,6 @@ def instabilities(path: str, steady: pd.Series[float], limits: Limits) -> list[I
 def _first_apart(steady: pd.Series[float]) -> float | None:
     """Return how far the first steady save of a process lies from the median of its others: the median of rounds."""
     shares = [
-        float(samples.iloc[0]) / float(samples.iloc[1:].median()) - 1
-        for _, samples in steady.sort_index().groupby(level="round")
-        if len(samples) >= 3
+        float(samples[0] / np.median(samples[1:])) - 1 for samples in by_round(steady).values() if len(samples) >= 3
     ]
     return float(np.median(shares)) if len(shares) >= 3 else None

@@ -33,7 +33,7 @@ class RunError(ValueError):
     """No run, or one with faults; each is named."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, eq=False)
 class Run:
     """What a run left behind.
 
@@ -150,7 +150,9 @@ def _read_lines(
     seen: dict[Identity, int] = {}
     for number, line in enumerate(lines, start=1):
         try:
-            record = Record.from_json(json.loads(line))
+            content = json.loads(line)
+            _check_counts(content)
+            record = Record.from_json(content)
             _check(record)
             _check_belongs(record, info, expected)
             if record.identity in seen:
@@ -160,6 +162,14 @@ def _read_lines(
         else:
             seen[record.identity] = number
             yield record
+
+
+def _check_counts(content: Any) -> None:
+    """Name the count that is no number; the record itself knows only that it is a count."""
+    for what, counters in content["transfers"].items():
+        for who, count in counters.items():
+            for part in ("calls", "bytes") if count is not None else ():
+                _check_number(f"transfers.{what}.{who}.{part}", count[part], whole=True)
 
 
 def _check(record: Record) -> None:

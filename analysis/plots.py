@@ -63,7 +63,7 @@ class Look:
 _LOOKS = {
     "slice": Look("#222222", "", "o", "-"),
     "coalesced": Look("#1f78b4", "///", "s", "--"),
-    "staged": Look("#e6a532", "...", "D", "-."),
+    "staged": Look("#d98c1f", "...", "D", "-."),
     "default-stager": Look("#b8b8b8", "xxx", "v", ":"),
 }
 _OTHERS = (

@@ -111,6 +111,7 @@ class Believable:
     resident_ratio_at_most: float
     device_resident_share_at_least: float
     part_share_at_most: float
+    device_seconds_share_at_least: float
     prepare_share_at_least: float
 
 

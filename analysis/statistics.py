@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
@@ -115,7 +116,8 @@ def samples_needed(interval: Interval, wanted_share: float) -> int:
     """
     if interval.half_width_share <= wanted_share:
         return interval.samples
-    return math.ceil(interval.samples * (interval.half_width_share / wanted_share) ** 2)
+    # Rounded first: 80.00000000000001 samples are 80.
+    return math.ceil(round(interval.samples * (interval.half_width_share / wanted_share) ** 2, 6))
 
 
 def spread_share(samples: Array) -> float:
@@ -195,6 +197,12 @@ def _unfit(rounds: Rounds, least_samples: int) -> Missing | None:
 
 def _draw(lengths: Sequence[int], bootstrap: Bootstrap, stream: int = 0) -> npt.NDArray[np.int64]:
     """Return indices of drawn samples, one row a resample; -1 where a drawn round is shorter than the longest."""
+    return _drawn(tuple(lengths), bootstrap, stream)
+
+
+# Every case of a run has the same rounds, and the same seed draws the same from them.
+@lru_cache(maxsize=4)
+def _drawn(lengths: tuple[int, ...], bootstrap: Bootstrap, stream: int) -> npt.NDArray[np.int64]:
     # RandomState: its stream never changes (NEP 19), so committed reports stay byte for byte what they are.
     random = np.random.RandomState([bootstrap.seed, stream])
     starts = np.cumsum([0, *lengths[:-1]])
@@ -204,6 +212,7 @@ def _draw(lengths: Sequence[int], bootstrap: Bootstrap, stream: int = 0) -> npt.
     drawn = starts[chosen][:, :, None] + (places * length[chosen][:, :, None]).astype(np.int64)
     surplus = np.arange(max(lengths)) >= length[chosen][:, :, None]
     indices: npt.NDArray[np.int64] = np.where(surplus, -1, drawn).reshape(bootstrap.resamples, -1)
+    indices.flags.writeable = False  # it is shared
     return indices
 
 

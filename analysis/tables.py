@@ -7,12 +7,11 @@ import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-import numpy as np
-
 from analysis.decision import ratio_of
 from analysis.evidence import CaseEvidence, PathEvidence
 from analysis.missing import Missing
 from analysis.policy import Policy
+from analysis.rounds import by_round
 from analysis.statistics import Interval, median_interval
 from analysis.units import number, span
 
@@ -167,8 +166,7 @@ def fence_of(path: PathEvidence, policy: Policy) -> Interval | Missing:
     if policy.bootstrap in path.memo:
         known: Interval | Missing = path.memo[policy.bootstrap]
         return known
-    rounds = [np.asarray(samples, dtype=np.float64) for _, samples in steady.sort_index().groupby(level="round")]
-    found = median_interval(rounds, policy.bootstrap)
+    found = median_interval(list(by_round(steady).values()), policy.bootstrap)
     path.memo[policy.bootstrap] = found
     return found
 

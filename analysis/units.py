@@ -42,7 +42,8 @@ UNITS = {
 def number(value: float, unit: str, digits: int = DIGITS) -> str:
     """Return the bare number in the shown unit, with that many significant digits; counts in full."""
     shown = UNITS[unit]
-    scaled = value * shown.per_base
+    # A plain float: numpy rounds halves in another way, and a figure must look the same wherever it comes from.
+    scaled = float(value) * shown.per_base
     if shown.whole:
         return f"{value:,.0f}"
     if not math.isfinite(scaled):

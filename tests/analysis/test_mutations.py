@@ -6,6 +6,7 @@ import copy
 import json
 import math
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +19,10 @@ from analysis.policy import load_policy
 from tests.analysis.golden import Json, Made
 from tests.analysis.variants import committed
 
-POLICY = load_policy()
+# Fewer resamples: what is looked for here does not hang on an interval's third digit.
+POLICY = replace(load_policy(), statistics=replace(load_policy().statistics, resamples=200))
 ADOPT = committed("adopt")
 REMOVED = object()
-PASS_OF = {"fence": "timing", "prepare": "timing", "device_seconds": "timing", "pinned": "ceiling"}
 
 Place = tuple[Any, Any, Json]
 
@@ -95,7 +96,7 @@ def test_a_spoilt_figure_is_never_adopted(name: str, path: str, how: str, where:
             line["reasons"][name] = "planted"
         elif how == "30 times better" and name.startswith("pinned"):
             holder[key] *= 30
-        elif (how == "null without a reason" and not isinstance(holder[key], dict)) or how == "null without a reason":
+        elif how == "null without a reason":
             holder[key] = None
         else:
             _spoil(place, SPOILT[how])
@@ -111,9 +112,7 @@ def _names(decision: Decision, name: str) -> bool:
     group = ".".join(name.split(".")[:2]) if name.startswith("transfers") else name
     texts = [str(reason) for reason in decision.all_reasons]
     faults = [text for text in texts if "records.jsonl line" in text]
-    return any(name in text or group in text for text in texts) or any(
-        key in text or "Count." in text for text in faults
-    )
+    return any(name in text or group in text for text in texts) or any(key in text for text in faults)
 
 
 RECORD_LOSSES: dict[str, tuple[Callable[[Json], bool], str]] = {

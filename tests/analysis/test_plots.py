@@ -1,0 +1,196 @@
+"""Plots: every number of a plot is in its table, nothing overlaps, nothing is cut, and the bytes stay the same."""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import combinations, pairwise
+from pathlib import Path
+
+import pytest
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.text import Text
+from PIL import Image
+
+from analysis.charts import Chart, Curve, Dots, NoChart, Series, charts
+from analysis.evidence import collect
+from analysis.load import load_run
+from analysis.plots import WIDTH_INCHES, _style, draw, look, middle_cut, png
+from analysis.policy import load_policy
+from analysis.tables import Notes, numbered
+from analysis.units import number, size
+from tests.analysis.golden import ADOPT, CPU, Plan, Shape, make, many_cases
+from tests.analysis.variants import VARIANTS
+
+POLICY = load_policy()
+KINDS = ("transfers", "fence", "memory", "timeline", "crossover", "ceiling", "contention")
+SWEEP = tuple(
+    Shape(id=f"sweep/{1024 * 4**n}B/ep2/l1/bfloat16", family="sweep", preset="sweep", slice_bytes=1024 * 4**n, ratio=r)
+    for n, r in enumerate((0.5, 0.7, 0.9, 1.1, 1.2))
+)
+PLANS: dict[str, Plan] = {
+    "one case, two ranks": ADOPT,
+    "one case, one rank, no GPU": CPU,
+    "twenty cases, long names": many_cases(),
+    "a crossover, four paths": replace(ADOPT, shapes=SWEEP, paths=("slice", "coalesced", "staged")),
+    "one rank and two": replace(ADOPT, ranks=(1, 2)),
+}
+
+
+def charts_of(folder: Path) -> list[Chart | NoChart]:
+    return charts(numbered(collect(load_run(folder))), POLICY, Notes())
+
+
+@pytest.fixture(scope="module")
+def drawn(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Chart | NoChart]]:
+    found = {name: charts_of(make(plan).write(tmp_path_factory.mktemp("run"))) for name, plan in PLANS.items()}
+    for name in ("not-enough-failed-case", "not-enough-interrupted", "not-enough-one-rank-missing"):
+        found[name] = charts_of(VARIANTS[name]().write(tmp_path_factory.mktemp("run")))
+    return found
+
+
+def real(charts: list[Chart | NoChart]) -> Iterator[Chart]:
+    yield from (chart for chart in charts if isinstance(chart, Chart))
+
+
+def test_every_kind_is_drawn_or_says_why_not(drawn: dict[str, list[Chart | NoChart]]) -> None:
+    for name, found in drawn.items():
+        assert tuple(chart.slug for chart in found) == KINDS, name
+        assert all(chart.reason for chart in found if isinstance(chart, NoChart))
+    assert {chart.slug for chart in real(drawn["twenty cases, long names"])} == set(KINDS)
+
+
+def test_nothing_overlaps_and_nothing_is_cut(drawn: dict[str, list[Chart | NoChart]]) -> None:
+    for name, found in drawn.items():
+        for chart in real(found):
+            figure = draw(chart)
+            with _style():
+                FigureCanvasAgg(figure).draw()
+            boxes = list(_text_boxes(figure))
+            assert boxes
+            for text, box in boxes:
+                inside = box.x0 >= -1 and box.y0 >= -1 and box.x1 <= figure.bbox.x1 + 1 and box.y1 <= figure.bbox.y1 + 1
+                assert inside, f"{name}, {chart.slug}: {text!r} is cut"
+            for (one, left), (other, right) in combinations(boxes, 2):
+                # Neighbouring lines may touch by the blank that a font keeps above its letters.
+                wide = min(left.x1, right.x1) - max(left.x0, right.x0)
+                high = min(left.y1, right.y1) - max(left.y0, right.y0)
+                assert wide <= 1 or high <= 3, f"{name}, {chart.slug}: {one!r} lies over {other!r}"
+
+
+def _text_boxes(figure: Figure) -> Iterator[tuple[str, object]]:
+    renderer = FigureCanvasAgg(figure).get_renderer()
+    for artist in figure.findobj(Text):
+        assert isinstance(artist, Text)
+        if artist.get_visible() and artist.get_text().strip() and _is_shown(artist, figure):
+            yield artist.get_text(), artist.get_window_extent(renderer)
+
+
+def _is_shown(artist: Text, figure: Figure) -> bool:
+    """Tick labels beyond the axis' ends exist and are not drawn."""
+    for axes in figure.axes:
+        for axis, limits, place in ((axes.xaxis, axes.get_xlim(), 0), (axes.yaxis, axes.get_ylim(), 1)):
+            for tick in (*axis.get_major_ticks(), *axis.get_minor_ticks()):
+                if artist is tick.label2:
+                    return False
+                if artist is tick.label1:
+                    low, high = sorted(limits)
+                    return axes.get_visible() and low <= tick.get_loc() <= high and (place, axes) is not None
+    return True
+
+
+def test_every_number_in_a_plot_is_in_the_table(drawn: dict[str, list[Chart | NoChart]]) -> None:
+    for name, found in drawn.items():
+        for chart in real(found):
+            table = "\n".join(table.markdown() for table in chart.tables)
+            words = set(re.split(r"[|\s\[\]]+|(?<=\d)-(?=\d)", table))
+            for shown in _numbers(chart):
+                assert shown in words, f"{name}, {chart.slug}: {shown} is in no table"
+            for label in _labels(chart):
+                assert label in words, f"{name}, {chart.slug}: label {label} is in no table"
+
+
+def _numbers(chart: Chart) -> Iterator[str]:
+    """Return every quantity that is drawn, as its unit writes it."""
+    for item in chart.content:
+        if isinstance(item, Dots):
+            yield from (number(each, "seconds") for each in (*item.first, *item.steady))
+        elif isinstance(item, Curve):
+            yield from (number(each, "seconds") for each in item.seconds)
+            yield from (number(each, "bytes") for each in item.host_bytes)
+            yield from (number(each, "seconds") for _, start, end in item.marks for each in (start, end))
+        elif isinstance(item, Series):
+            for point in item.points:
+                yield from (number(each, "ratio") for each in (point.ratio.value, point.ratio.low, point.ratio.high))
+                yield size(point.slice_bytes).split()[0]
+
+
+def _labels(chart: Chart) -> Iterator[str]:
+    """Return every number that is written behind a bar."""
+    for artist in draw(chart).axes[0].texts + draw(chart).axes[-1].texts:
+        text = artist.get_text().strip()
+        if text and text[0] in "+0123456789<" and "/" not in text:
+            yield from re.findall(r"<?\d[\d.,]*", text.lstrip("+"))
+
+
+def test_crossover_lies_where_the_gain_ends(drawn: dict[str, list[Chart | NoChart]]) -> None:
+    (chart,) = (each for each in real(drawn["a crossover, four paths"]) if each.slug == "crossover")
+    ends = {each.path: each.crossover for each in chart.content}
+    assert ends["coalesced"] == (16_384, 65_536)
+    assert "between 16 KiB and 64 KiB" in chart.tables[1].markdown()
+    assert "pays at every size" in str(ends["staged"])
+
+
+def test_no_gpu_stands_in_the_title(drawn: dict[str, list[Chart | NoChart]]) -> None:
+    for chart in real(drawn["one case, one rank, no GPU"]):
+        texts = [text.get_text() for text in draw(chart).texts]
+        assert any("NO GPU" in text for text in texts), chart.slug
+    for chart in real(drawn["one case, two ranks"]):
+        assert not any("NO GPU" in text.get_text() for text in draw(chart).texts)
+
+
+def test_every_sample_is_drawn(drawn: dict[str, list[Chart | NoChart]]) -> None:
+    (chart,) = (each for each in real(drawn["one case, two ranks"]) if each.slug == "fence")
+    collections = draw(chart).axes[0].collections
+    drawn_samples = sum(len(each.get_offsets()) for each in collections)  # type: ignore[arg-type]
+    samples = sum(len(dots.first) + len(dots.steady) for dots in chart.content)
+    assert samples == 2 * 5 * 5 + 3
+    assert drawn_samples >= samples
+
+
+def test_same_bytes_whatever_the_users_settings(
+    drawn: dict[str, list[Chart | NoChart]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import matplotlib as mpl
+
+    chart = next(real(drawn["one case, two ranks"]))
+    before = png(chart)
+    monkeypatch.setitem(mpl.rcParams, "font.size", 20)
+    monkeypatch.setitem(mpl.rcParams, "axes.facecolor", "red")
+    assert png(chart) == before
+    assert b"matplotlib" not in before.lower()
+
+
+def test_paths_differ_without_colour() -> None:
+    names = ("slice", "coalesced", "staged", "default-stager")
+
+    def grey(colour: str) -> float:
+        red, green, blue = (int(colour[n : n + 2], 16) for n in (1, 3, 5))
+        return 0.299 * red + 0.587 * green + 0.114 * blue
+
+    greys = sorted(grey(look(name).colour) for name in names)
+    assert min(right - left for left, right in pairwise(greys)) > 15
+    assert len({look(name).marker for name in names}) == len({look(name).hatch for name in names}) == len(names)
+
+
+def test_pictures_are_as_wide_as_a_page(drawn: dict[str, list[Chart | NoChart]]) -> None:
+    with Image.open(io.BytesIO(png(next(real(drawn["one case, two ranks"]))))) as image:
+        assert image.width == WIDTH_INCHES * 100
+
+
+def test_long_names_keep_both_ends() -> None:
+    assert middle_cut("short", 9) == "short"
+    assert middle_cut("a-long-name-2", 9) == "a-lo…me-2"
