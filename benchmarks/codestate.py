@@ -18,8 +18,8 @@ def git_commit() -> str | Missing:
 
 
 def git_dirty() -> bool | Missing:
-    """Return whether anything but results differs from the commit: a run itself writes results."""
-    status = _git("status", "--porcelain", "--", ".", ":!results")
+    """Return whether what is measured, or what measures, differs from the commit; nothing else moves a figure."""
+    status = _git("status", "--porcelain", "--", "packckpt", "benchmarks")
     return status if isinstance(status, Missing) else bool(status)
 
 

@@ -11,7 +11,8 @@
 # interrupted; `python -m benchmarks resume RUN` under srun goes on with it.
 set -euo pipefail
 cd "${SLURM_SUBMIT_DIR:-.}"
-MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+# Not through head: under pipefail its early end would fail the script.
+read -r MASTER_ADDR < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
 MASTER_PORT=$((20000 + SLURM_JOB_ID % 20000))
 export MASTER_ADDR MASTER_PORT
 # Ranks find each other's checkpoints in the scratch folder: it must be one that all of them see.
