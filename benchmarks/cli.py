@@ -62,7 +62,7 @@ def _parser() -> argparse.ArgumentParser:
     run = commands.add_parser("run", help="measure")
     _add_cases(run)
     run.add_argument(
-        "--repeats", type=_positive, default=3, metavar="N", help="steady saves in each process (%(default)s)"
+        "--repeats", type=_positive, default=2, metavar="N", help="steady saves in each process (%(default)s)"
     )
     run.add_argument(
         "--rounds", type=_positive, default=2, metavar="N", help="processes a path, alternating (%(default)s)"
