@@ -114,7 +114,7 @@ def test_a_table_cell_cannot_break_the_table(tmp_path: Path) -> None:
 
 
 def test_ten_thousand_records_in_twenty_seconds(tmp_path: Path) -> None:
-    plan: Plan = replace(many_cases(20), rounds=80, saves=5)
+    plan: Plan = replace(many_cases(20), rounds=80, saves=3)
     made = make(plan)
     assert len(made.lines) >= 10_000
     folder = made.write(tmp_path)

@@ -11,7 +11,7 @@ import pytest
 from analysis.__main__ import main
 from analysis.charts import Chart
 from analysis.policy import load_policy
-from analysis.results import RESULTS, Results, check, index_text
+from analysis.results import Results, check, index_text
 from tests.analysis.variants import written
 
 POLICY = load_policy()
@@ -131,8 +131,3 @@ def test_no_results_at_all(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert "No run yet." in index_text(Results(tmp_path), POLICY)
     assert main(["--results", str(tmp_path), "report"]) == 1
     assert "python -m benchmarks run" in capsys.readouterr().err
-
-
-def test_the_repositorys_own_results_are_right() -> None:
-    """What CI asks by `make results-check`, without the pictures of another matplotlib."""
-    assert [words for words in check(Results(RESULTS), POLICY) if "made with another" not in words] == []
