@@ -164,13 +164,14 @@ class PathEvidence:
             return Missing("a capture measures no such figure")
         if chosen[name].isna().any():
             return Missing(_reason(self.good, name, _TIMED))
-        saves = chosen.groupby(["round", "save"])[name]
-        lacking = int((saves.count() < self.world_size).sum())
+        # One table a phase: a column a rank, so that a missing rank is a hole.
+        by_save = chosen.pivot(index=["round", "save"], columns="rank", values=name)
+        lacking = int((by_save.notna().sum(axis=1) < self.world_size).sum())
         if lacking:
             ranks = sorted(set(range(self.world_size)) - set(chosen["rank"]))
             who = f"rank {', '.join(map(str, ranks))}" if ranks else "a rank"
-            return Missing(f"{who} of {self.world_size} is missing in {lacking} of {saves.ngroups} saves")
-        return saves.max()
+            return Missing(f"{who} of {self.world_size} is missing in {lacking} of {len(by_save)} saves")
+        return by_save.max(axis=1)
 
     def peaks(self, name: str) -> Mapping[int, int | Missing]:
         """Return a figure of the memory pass, the largest of all saves, by rank."""

@@ -53,8 +53,10 @@ def _style() -> Iterator[None]:
 class Look:
     """How a path is told from the others: by lightness, hatch, marker and line, so that grey paper will do."""
 
-    def __init__(self, colour: str, hatch: str, marker: str, line: str) -> None:
+    def __init__(self, colour: str, hatch: str, marker: str, line: str, outline: str | None = None) -> None:
         self.colour = colour
+        # Of marks that are not filled: a light colour would be lost.
+        self.outline = outline or colour
         self.hatch = hatch
         self.marker = marker
         self.line = line
@@ -64,7 +66,7 @@ _LOOKS = {
     "slice": Look("#222222", "", "o", "-"),
     "coalesced": Look("#1f78b4", "///", "s", "--"),
     "staged": Look("#d98c1f", "...", "D", "-."),
-    "default-stager": Look("#b8b8b8", "xxx", "v", ":"),
+    "default-stager": Look("#b8b8b8", "xxx", "v", ":", outline="#808080"),
 }
 _OTHERS = (
     Look("#7b3294", "\\\\\\", "P", (0, (5, 1))),  # type: ignore[arg-type]  # a dash pattern is a line style too
@@ -268,7 +270,8 @@ def _draw_dots(axes: Axes, dots: Dots, place: float, scale: float) -> None:
         11,
         color=style.colour,
         marker=style.marker,
-        linewidths=0,
+        edgecolors=style.outline,
+        linewidths=0.4,
         zorder=3,
     )
     axes.scatter(
@@ -276,7 +279,7 @@ def _draw_dots(axes: Axes, dots: Dots, place: float, scale: float) -> None:
         [place] * len(dots.first),
         20,
         facecolors="none",
-        edgecolors=style.colour,
+        edgecolors=style.outline,
         marker="^",
         linewidths=0.8,
         zorder=3,
