@@ -79,6 +79,15 @@ class PathEvidence:
         return tuple(record for record in self.records if record.status == "ok")
 
     @cached_property
+    def saved(self) -> tuple[Record, ...]:
+        """The good records of passes that saved: without a GPU the profile pass has nothing to watch, and does not."""
+        return tuple(
+            record
+            for record in self.good
+            if record.identity.pass_ != "profile" or (record.device is not None and record.device.kind == "cuda")
+        )
+
+    @cached_property
     def troubles(self) -> tuple[str, ...]:
         """What failed, was skipped or is absent, in words; empty where all is there."""
         bad = [record for record in (*self.records, *self.alone) if record.status != "ok"]
@@ -224,7 +233,9 @@ class PathEvidence:
         name = f"transfers.{what}.{who}"
         wanted = _COUNTED_IN.get(who)
         records = [
-            record for record in self.good if record.identity.rank == rank and wanted in (None, record.identity.pass_)
+            record
+            for record in (self.good if wanted else self.saved)
+            if record.identity.rank == rank and wanted in (None, record.identity.pass_)
         ]
         found = [record.transfers.get(what, {}).get(who) for record in records]
         if not records:
@@ -266,8 +277,8 @@ class PathEvidence:
         """The digest of its checkpoints."""
         if self.capture_only:
             return Missing("a capture writes no checkpoint")
-        if not self.good or any(record.digest is None for record in self.good):
-            return Missing(_reason(self.good, "digest"))
+        if not self.saved or any(record.digest is None for record in self.saved):
+            return Missing(_reason(self.saved, "digest"))
         if len(self.digests) > 1:
             return Missing(f"{len(self.digests)} different digests")
         return next(iter(self.digests))

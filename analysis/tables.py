@@ -7,6 +7,8 @@ import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from analysis.decision import ratio_of
 from analysis.evidence import CaseEvidence, PathEvidence
 from analysis.missing import Missing
@@ -144,7 +146,7 @@ def _row(case: NumberedCase, path: PathEvidence, policy: Policy, notes: Notes) -
         return (str(case.number), name, notes.mark(path.why_nothing), *[""] * (len(HEAD) - 3))
     count = path.count("all", "logged")
     is_baseline = path.path == policy.paths.baseline
-    ratio = "1" if is_baseline else _interval_cell(ratio_of(evidence, path.path, policy), "ratio", notes)
+    ratio = "1" if is_baseline else _ratio_cell(evidence, path.path, policy, notes)
     return (
         str(case.number),
         name,
@@ -174,6 +176,16 @@ def fence_of(path: PathEvidence, policy: Policy) -> Interval | Missing:
 def cell(value: float | Missing, unit: str, notes: Notes, symbol: str = "") -> str:
     """Return a figure, or the letter of the reason why there is none."""
     return notes.mark(value) if isinstance(value, Missing) else f"{number(value, unit)}{symbol}"
+
+
+def _ratio_cell(evidence: CaseEvidence, path: str, policy: Policy, notes: Notes) -> str:
+    """Return ratio and interval; the ratio alone, and why, where there are too few pairs for an interval."""
+    ratio, pairs = ratio_of(evidence, path, policy), evidence.pairs(policy.paths.baseline, path)
+    if isinstance(ratio, Missing) and not isinstance(pairs, Missing):
+        medians = [float(np.median(np.concatenate(side))) for side in pairs[:2]]
+        if medians[1] > 0:
+            return f"{number(medians[0] / medians[1], 'ratio')} {notes.mark(ratio)}"
+    return _interval_cell(ratio, "ratio", notes)
 
 
 def _fence_cell(path: PathEvidence, policy: Policy, notes: Notes) -> str:

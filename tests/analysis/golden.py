@@ -289,6 +289,7 @@ def _line(
     for sample in samples:
         reasons |= {name: NO_GPU for name, value in sample.items() if value is None}
     counted = shape is not None and pass_ != "reference"
+    saved = counted and (pass_ != "profile" or plan.gpu is not None)
     transfers = _transfers(plan, shape if counted else None, path, pass_)
     predicted = dict.fromkeys(
         ("host_peak_bytes", "host_peak_prepare_bytes", "host_peak_finalize_bytes", "device_peak_bytes", "disk_bytes")
@@ -305,6 +306,8 @@ def _line(
         reasons |= {f"predicted.{name}": "a reference plans nothing" for name, v in predicted.items() if v is None}
         if not counted:
             reasons["digest"] = "a capture writes no checkpoint"
+        elif not saved:
+            reasons["digest"] = "nothing was saved: there was no GPU to profile"
     timeline = _timeline(plan, shape, path) if shape is not None and pass_ == "timeline" else None
     if timeline is not None and plan.gpu is None:
         reasons["timeline.device_allocated_bytes"] = NO_GPU
@@ -332,7 +335,7 @@ def _line(
             "uuid_hash": GPU_HASHES[rank] if plan.gpu else None,
             "shared": False,
         },
-        "digest": (DIGEST if concurrency == "together" else f"{rank}e" * 32) if counted else None,
+        "digest": (DIGEST if concurrency == "together" else f"{rank}e" * 32) if saved else None,
         "transfers": transfers,
         "predicted": predicted,
         "samples": samples,
@@ -348,7 +351,11 @@ def _transfers(plan: Plan, shape: Shape | None, path: str, pass_: str) -> Json:
         return {"optimizer": dict(empty), "all": dict(empty)}
     optimizer = {"calls": shape.calls(path), "bytes": shape.state_bytes}
     everything = {"calls": shape.calls(path) + shape.exports, "bytes": shape.state_bytes + shape.weight_bytes}
-    seen = {"predicted", "logged"} | ({"observed"} if pass_ == "observe" else set())
+    seen = (
+        {"predicted"}
+        | (set() if pass_ == "profile" and plan.gpu is None else {"logged"})
+        | ({"observed"} if pass_ == "observe" else set())
+    )
     profiled = {"profiled"} if pass_ == "profile" and plan.gpu else set()
     return {
         "optimizer": {who: optimizer if who in seen else None for who in empty},
@@ -359,6 +366,8 @@ def _transfers(plan: Plan, shape: Shape | None, path: str, pass_: str) -> Json:
 def _why_no_count(plan: Plan, what: str, who: str, pass_: str) -> str:
     if pass_ == "reference":
         return "a capture counts nothing"
+    if pass_ == "profile" and plan.gpu is None:
+        return "packckpt's log of a save is in the other passes" if who == "logged" else NO_GPU
     if who == "profiled" and plan.gpu is None:
         return NO_GPU
     if who == "profiled" and what == "optimizer":
