@@ -109,9 +109,17 @@ class Checkpoint:
         else:
             self.step(key)
             name = self._contents.manifest.parameters[key][COMPONENTS.index(component)]
-        if name not in self._files:
-            raise CheckpointError(f"{self.path}: is closed; load it again")
+        self.expect_open()
         return self._files[name].tensor(key)
+
+    def expect_open(self) -> None:
+        """Refuse to go on with a checkpoint that was closed.
+
+        Raises:
+            CheckpointError: it was.
+        """
+        if not self._files:
+            raise CheckpointError(f"{self.path}: is closed; load it again")
 
     def step(self, key: str) -> int:
         """Return the step count of a key; errors as for `state`."""

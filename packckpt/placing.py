@@ -6,6 +6,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from packckpt.exports import Export
 from packckpt.merge import cut_shard
 from packckpt.ring import Ring, Slot
 from packckpt.staging import make_ring, progressions
+from packckpt.strands import Strands
 from packckpt.transfer import reorder
 from packckpt.windows import DEFAULT_BUFFER_BYTES
 
@@ -34,7 +36,7 @@ class Placer:
 
     On an accelerator the rows of a packed tensor are laid side by side in a ring of two buffers, arrive in one
     copy (in several where they do not fit a buffer), and are transposed there. On the CPU each goes to its place
-    directly.
+    directly, several parameters side by side. Use it as a context manager: all is in place when it is left.
 
     Args:
         largest_bytes: the largest exported tensor; a buffer holds at least one.
@@ -46,6 +48,18 @@ class Placer:
         self._buffer_bytes = max(buffer_bytes, largest_bytes)
         self._ring: Ring | None = None
         self._in_flight: deque[_InFlight] = deque()
+        self._strands = Strands()
+
+    def __enter__(self) -> Placer:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None:
+            self._strands.cancel()
+            return
+        while self._in_flight:
+            self._wait_for_oldest()
+        self._strands.finish()
 
     def place(self, destination: torch.Tensor, exports: Sequence[Export], source: Source) -> None:
         """Write the exports of one parameter into a tensor of its shape.
@@ -57,20 +71,13 @@ class Placer:
         """
         destination = destination.detach()
         if destination.device.type == "cpu":
-            for export in exports:
-                row = destination if export.expert is None else destination[export.expert]
-                reorder(row, _part(export, source).T)
+            self._strands.submit(object(), partial(_place_on_host, destination, exports, source))
             return
         row_bytes = math.prod(exports[0].shape) * destination.element_size()
         per_buffer = max(1, self._buffer_bytes // max(1, row_bytes))
         ascending = sorted(exports, key=lambda export: export.expert or 0)
         for start in range(0, len(ascending), per_buffer):
             self._place_chunk(destination, ascending[start : start + per_buffer], source)
-
-    def finish(self) -> None:
-        """Wait until every copy has left host memory."""
-        while self._in_flight:
-            self._wait_for_oldest()
 
     def _place_chunk(self, destination: torch.Tensor, exports: Sequence[Export], source: Source) -> None:
         shape = (len(exports), *exports[0].shape)
@@ -101,6 +108,12 @@ class Placer:
         oldest = self._in_flight.popleft()
         oldest.left()
         oldest.slot.release()
+
+
+def _place_on_host(destination: torch.Tensor, exports: Sequence[Export], source: Source) -> None:
+    for export in exports:
+        row = destination if export.expert is None else destination[export.expert]
+        reorder(row, _part(export, source).T)
 
 
 def _departure(device: torch.device) -> Callable[[], None]:

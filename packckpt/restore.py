@@ -62,6 +62,7 @@ def restore(
         OptimizerError: the optimizer cannot take the state; found before anything is written.
         CheckpointError: the checkpoint has no optimizer state.
     """
+    checkpoint.expect_open()
     checked = check_exports(exports)
     _expect_keys(checkpoint, checked, subset)
     state = None if optimizer is None else AdamState.from_optimizer(optimizer, masters)
@@ -71,13 +72,17 @@ def restore(
     _expect_distinct(targets)
     if state is not None:
         _warn_hyperparameters(checkpoint.optimizer, state.hyperparameters())
-    placer = Placer(max((8 * math.prod(checkpoint.spec(export.key).shape) for export in checked), default=0))
-    with torch.no_grad():
+    largest_bytes = max((8 * math.prod(checkpoint.spec(export.key).shape) for export in checked), default=0)
+    with torch.no_grad(), Placer(largest_bytes) as placer:
         for target in targets:
             placer.place(target.parameter, target.exports, partial(checkpoint.view, WEIGHTS))
             if state is not None and target.state is not None:
-                _write_state(checkpoint, target, target.state, state, placer)
-        placer.finish()
+                _place_state(checkpoint, target, target.state, state, placer)
+    for target in targets:
+        if state is not None and target.state is not None:
+            master, step = target.state.master, target.state.step
+            # Always a tensor of its own: parameters may share the one that is there.
+            state.optimizer.state[master]["step"] = _step_like(step, target.step, master, target.group)
 
 
 def _expect_keys(checkpoint: Checkpoint, exports: Sequence[Export], subset: bool) -> None:
@@ -173,7 +178,7 @@ def _warn_hyperparameters(saved: Hyperparameters | None, present: Hyperparameter
         )
 
 
-def _write_state(
+def _place_state(
     checkpoint: Checkpoint, target: _Target, held: ParameterState, state: AdamState, placer: Placer
 ) -> None:
     master = held.master
@@ -186,8 +191,6 @@ def _write_state(
             value = torch.zeros_like(master, memory_format=torch.preserve_format)
         placer.place(value, target.exports, partial(checkpoint.view, name))
         entry[name] = value
-    # Always a tensor of its own: parameters may share the one that is there.
-    entry["step"] = _step_like(held.step, target.step, master, target.group)
 
 
 def _step_like(old: object, step: int, master: torch.Tensor, group: Mapping[str, Any]) -> object:

@@ -208,7 +208,7 @@ class TestCopies:
         with emulated.observe() as ledger:
             restore(checkpoint, trainer)
 
-        assert [event.shape for event in ledger.h2d] == [(8, 4, 6)] * 4 + [(8, 3, 4)] * 4
+        assert [event.shape for event in ledger.h2d] == [(8, 6, 4)] * 4 + [(8, 4, 3)] * 4
         assert ledger.h2d_bytes == 8 * (24 + 12) * (2 + 3 * 4)
         assert (ledger.d2h_calls, ledger.item_calls) == (0, 0)
         assert_same_content(now_held(trainer), expected)
@@ -232,7 +232,8 @@ class TestCopies:
             restore(load_checkpoint(tmp_path / "c"), trainer)
 
         assert ledger.h2d_bytes == 4 * 8 * 24 * 2
-        assert emulated.max_memory_allocated() == before
+        # Transposed on the device: one buffer of it at a time.
+        assert emulated.max_memory_allocated() - before == 8 * 24 * 2
 
     def test_device_steps_go_back_to_the_device(self, tmp_path: Path) -> None:
         trainer = Trainer(emulated.to_device)
