@@ -47,7 +47,8 @@ class CopyObserver(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
         result = func(*args, **(kwargs or {}))
         name = func.overloadpacket
         if name is aten.copy_:
-            self._see(args[1], args[0])
+            if not self._see(args[1], args[0]):
+                self._pass_on(args[1], args[0])
         elif name is aten._foreach_copy_:
             for destination, source in zip(args[0], args[1], strict=True):
                 self._see(source, destination)
@@ -76,6 +77,11 @@ class CopyObserver(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
     def _origin(self, tensor: torch.Tensor) -> Origin | None:
         known: Origin | None = self._of_temporary.get(tensor)  # type: ignore[no-untyped-call]
         return known or self._of_storage.get(tensor.untyped_storage().data_ptr())
+
+    def _pass_on(self, source: torch.Tensor, destination: torch.Tensor) -> None:
+        """What is gathered on the device in memory of its own is still the trainer's."""
+        if destination.device.type != "cpu" and (origin := self._origin(source)) is not None:
+            self._of_storage[destination.untyped_storage().data_ptr()] = origin
 
     def _inherit(self, argument: Any, result: torch.Tensor) -> None:
         if isinstance(argument, torch.Tensor) and (origin := self._origin(argument)) is not None:

@@ -1,10 +1,12 @@
-"""The paths that are compared. A path of `CheckpointSaver` that is added to it is added here, in one line."""
+"""The paths that are compared: those of `CheckpointSaver`, and torch's own stager."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-SAVER_PATHS = ("slice", "coalesced")
+from packckpt import PATHS
+
+SAVER_PATHS = PATHS
 # Captures only, and writes no checkpoint: torch's own stager, as it comes.
 REFERENCE = "default-stager"
 

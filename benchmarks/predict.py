@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from benchmarks.cases import STATE_ITEM_BYTES, Case
 from benchmarks.record import Count
 from benchmarks.workload import ShadowTensors, Trainer, build
-from packckpt import TransferPlan, plan_transfers
+from packckpt import TransferPlan, plan_transfers, predicted_peaks
 
 if TYPE_CHECKING:
     from typing import Any as BlockPlan  # packckpt gives its blocks no public name
@@ -62,7 +62,7 @@ class Prediction:
 
 def predict(case: Case, implementation: str, rank: int, world_size: int, device_kind: str) -> Prediction:
     """Predict one save of one rank; the transfers are those of packckpt's own plan."""
-    trainer = build(case, rank, ShadowTensors())
+    trainer = build(case, rank, ShadowTensors(device_kind))
     plan = plan_transfers(trainer.exports, trainer.state, implementation)  # type: ignore[arg-type]  # checked by Arm
     own = _snapshot_bytes(plan)
     shares = [own] if world_size == 1 else [_share_bytes(case, other) for other in range(world_size)]
@@ -72,7 +72,7 @@ def predict(case: Case, implementation: str, rank: int, world_size: int, device_
         optimizer=Count(plan.optimizer_calls, plan.optimizer_bytes),
         all=Count(plan.optimizer_calls + plan.weight_calls, plan.optimizer_bytes + plan.weight_bytes),
         host_peak_prepare_bytes=_prepare_peak_bytes(case, plan, on_host),
-        host_peak_finalize_bytes=_finalize_peak_bytes(case, own, shares, rank),
+        host_peak_finalize_bytes=_finalize_peak_bytes(case, plan, own, shares, rank),
         device_peak_bytes=0 if on_host else _device_peak_bytes(case, plan),
         disk_bytes=own + (sum(shares) if rank == 0 else 0),
         resident_host_bytes=resident if on_host else 0,
@@ -98,7 +98,12 @@ def _trainer_bytes(case: Case, trainer: Trainer) -> int:
 
 
 def _prepare_peak_bytes(case: Case, plan: TransferPlan, on_host: bool) -> int:
-    """One block is captured, then written: a transposed row is packed one expert at a time."""
+    """One block is captured, then written: a transposed row is packed one expert at a time.
+
+    Staged, it is the part of the ring that the save goes around, which is made by the first save and kept.
+    """
+    if plan.path == "staged":
+        return min(predicted_peaks(plan).host_bytes, _snapshot_bytes(plan))
     row = max(_row_elements(e.parameter.shape) * STATE_ITEM_BYTES for b in plan.blocks for e in b.exports)
     block = max(sum(_captured_sizes(case, block)) for block in plan.blocks)
     tensors = max((1 + COMPONENTS) * sum(1 for _ in block.exports) for block in plan.blocks)
@@ -120,6 +125,8 @@ def _device_peak_bytes(case: Case, plan: TransferPlan) -> int:
 
     A temporary is one expert on the slice path, a packed parameter where it is coalesced.
     """
+    if plan.path == "staged":
+        return predicted_peaks(plan).device_bytes
     casts = case.state_dtype != "float32"
     gapped = case.layout == "gapped"
     if not casts and not gapped:
@@ -132,8 +139,13 @@ def _device_peak_bytes(case: Case, plan: TransferPlan) -> int:
     return largest * (casts + gapped)
 
 
-def _finalize_peak_bytes(case: Case, own: int, shares: list[int], rank: int) -> int:
-    """Pages of the mapped snapshot; the coordinator holds a window of another rank's tensors besides."""
+def _finalize_peak_bytes(case: Case, plan: TransferPlan, own: int, shares: list[int], rank: int) -> int:
+    """Pages of the mapped snapshot; the coordinator holds a window of another rank's tensors besides.
+
+    Staged, the files of a rank that saves alone are moved and not read.
+    """
+    if plan.path == "staged" and len(shares) == 1:
+        return 0
     if rank != 0 or len(shares) == 1:
         return own
     components = (1 + COMPONENTS) * case.layers

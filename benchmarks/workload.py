@@ -65,15 +65,22 @@ class RealTensors:
 
 
 class ShadowTensors:
-    """Tensors of the right shape over one element: planning reads shapes and dtypes, never values."""
+    """Tensors of the right shape without data: planning reads shapes, dtypes and devices, never values.
+
+    On the CPU they are one element, expanded; for an accelerator they are on the meta device, which a plan takes
+    for one.
+    """
+
+    def __init__(self, device_kind: str = "cpu") -> None:
+        self._device = "cpu" if device_kind == "cpu" else "meta"
 
     def values(self, shape: tuple[int, ...], dtype: torch.dtype, gapped: bool) -> torch.Tensor:
         """Return one element, expanded."""
-        return torch.empty(1, dtype=dtype).expand(shape)
+        return torch.empty(1, dtype=dtype, device=self._device).expand(shape)
 
     def derived(self, source: torch.Tensor, factor: float, dtype: torch.dtype) -> torch.Tensor:
         """Return one element, expanded to the shape of the source."""
-        return torch.empty(1, dtype=dtype).expand(source.shape)
+        return torch.empty(1, dtype=dtype, device=self._device).expand(source.shape)
 
 
 def build(case: Case, rank: int, tensors: Tensors) -> Trainer:

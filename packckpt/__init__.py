@@ -20,7 +20,7 @@ from packckpt.errors import (
 from packckpt.exports import Export, Shard
 from packckpt.optimizer import AdamState, Hyperparameters
 from packckpt.peaks import Peaks, predicted_peaks
-from packckpt.plan import TransferPlan, plan_transfers
+from packckpt.plan import PATHS, TransferPlan, plan_transfers
 from packckpt.saver import CheckpointSaver
 from packckpt.transfer import TransferLog
 from packckpt.verify import verify_checkpoint
@@ -36,6 +36,7 @@ __all__ = [
     "ExportError",
     "Hyperparameters",
     "OptimizerError",
+    "PATHS",
     "PackckptError",
     "Peaks",
     "RankError",

@@ -164,19 +164,14 @@ class Commit:
         return TensorFileWriter(path, specs, ascii_header=is_adapter, durable=self.durable)
 
     def _merged_window(self, component: str, items: Sequence[MergedKey], fetch: Fetch) -> Iterator[memoryview]:
-        wanted = [part for item in items for part in (*item.parts, *self._compared(item))]
-        by_rank: dict[int, list[str]] = {}
-        for part in wanted:
-            by_rank.setdefault(part.rank, []).append(part.entry.key)
-        arrived = {rank: iter(fetch(rank, component, keys)) for rank, keys in sorted(by_rank.items())}
+        keys_of = _keys_by_rank((part.rank, item) for item in items for part in item.parts)
+        arrived = {rank: iter(fetch(rank, component, keys)) for rank, keys in keys_of.items()}
+        datas_of = {item.key: [next(arrived[part.rank]) for part in item.parts] for item in items}
+        if self.strict_duplicates:
+            _expect_equal_duplicates(component, items, datas_of, fetch)
         for item in items:
-            datas = [next(arrived[part.rank]) for part in item.parts]
-            for part in self._compared(item):
-                _expect_same(component, item, part, datas, next(arrived[part.rank]))
+            datas = datas_of.pop(item.key)
             yield datas[0] if len(datas) == 1 else _joined(component, item, datas)
-
-    def _compared(self, item: MergedKey) -> tuple[Part, ...]:
-        return item.duplicates if self.strict_duplicates else ()
 
     def _write_bytes(self, path: Path, content: bytes) -> str:
         digest = new_digest()
@@ -268,6 +263,26 @@ def _expect_same_checkpoint(destination: Path, digest: str) -> None:
             f"{destination}: a checkpoint with digest {found} is in the way, this save has {digest}; it was left as "
             "it is: choose another destination"
         )
+
+
+def _keys_by_rank(wanted: Iterable[tuple[int, MergedKey]]) -> dict[int, list[str]]:
+    by_rank: dict[int, list[str]] = {}
+    for rank, item in wanted:
+        by_rank.setdefault(rank, []).append(item.key)
+    return dict(sorted(by_rank.items()))
+
+
+def _expect_equal_duplicates(
+    component: str, items: Sequence[MergedKey], datas_of: Mapping[str, Sequence[memoryview]], fetch: Fetch
+) -> None:
+    """Compare what is not taken with what is, one rank after another: however many there are, one is in memory."""
+    by_key = {item.key: item for item in items}
+    wanted = _keys_by_rank((part.rank, item) for item in items for part in item.duplicates)
+    for rank, keys in wanted.items():
+        for key, data in zip(keys, fetch(rank, component, keys), strict=True):
+            item = by_key[key]
+            part = next(part for part in item.duplicates if part.rank == rank)
+            _expect_same(component, item, part, datas_of[key], data)
 
 
 def _finish(writer: TensorFileWriter, name: str, digests: dict[str, str]) -> None:

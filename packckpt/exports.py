@@ -84,7 +84,7 @@ class Export:
     Args:
         key: the tensor's name in the checkpoint.
         parameter: the trained parameter, floating point: `[experts, in, out]` with `expert`,
-            `[in, out]` without. Any strides, any device.
+            `[in, out]` without. Any strides, any device; one on the meta device can be planned, not saved.
         expert: the row of a packed parameter, or None for the whole parameter.
         shard: this rank's part of a tensor-parallel tensor, or None.
 
@@ -176,8 +176,8 @@ def _check_parameter(key: str, parameter: object) -> None:
             f"{key}: parameter is a {type(parameter).__name__}; export its local rows "
             "(`parameter.to_local()`) under their global expert ids"
         )
-    if parameter.layout is not torch.strided or parameter.is_quantized or parameter.is_meta:
-        what = "meta" if parameter.is_meta else "quantized" if parameter.is_quantized else str(parameter.layout)
+    if parameter.layout is not torch.strided or parameter.is_quantized:
+        what = "quantized" if parameter.is_quantized else str(parameter.layout)
         raise ExportError(f"{key}: parameter is a {what} tensor; expected a dense tensor with data")
     if parameter.dtype not in NAME_OF_DTYPE:
         raise ExportError(

@@ -257,7 +257,9 @@ def _check_tensor(name: str, value: object, parameter: torch.Tensor) -> None:
     if not isinstance(value, torch.Tensor):
         raise OptimizerError(f"{name} is a {type(value).__name__}; expected a tensor")
     if hasattr(value, "to_local"):
-        raise OptimizerError(f"{name} is a {type(value).__name__}; pass local tensors (`to_local()`)")
+        raise OptimizerError(
+            f"{name} is a {type(value).__name__}, which packckpt does not read: it saves optimizers of local tensors"
+        )
     if value.layout is not torch.strided or value.dtype not in NAME_OF_DTYPE:
         raise OptimizerError(
             f"{name} has dtype {plain_name(value.dtype)} and layout {value.layout}; expected a dense tensor "

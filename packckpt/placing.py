@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -14,10 +14,10 @@ import torch
 from packckpt.exports import Export
 from packckpt.merge import cut_shard
 from packckpt.ring import Ring, Slot
-from packckpt.staging import make_ring, progressions
+from packckpt.staging import make_ring
 from packckpt.strands import Strands
 from packckpt.transfer import reorder
-from packckpt.windows import DEFAULT_BUFFER_BYTES
+from packckpt.windows import DEFAULT_BUFFER_BYTES, progressions
 
 # (key) -> the whole tensor of that key in the checkpoint
 Source = Callable[[str], torch.Tensor]
@@ -39,7 +39,7 @@ class Placer:
     directly, several parameters side by side. Use it as a context manager: all is in place when it is left.
 
     Args:
-        largest_bytes: the largest exported tensor; a buffer holds at least one.
+        largest_bytes: the largest exported tensor in any dtype; a buffer holds at least one.
 
     Host memory: the ring, for accelerators only. Device memory: one buffer.
     """
@@ -60,6 +60,12 @@ class Placer:
         while self._in_flight:
             self._wait_for_oldest()
         self._strands.finish()
+
+    def make_room(self, devices: Iterable[torch.device]) -> None:
+        """Make the ring now, where one of the devices is an accelerator: before anything is written."""
+        accelerator = next((device for device in devices if device.type != "cpu"), None)
+        if accelerator is not None and self._ring is None:
+            self._ring, _ = make_ring(2 * self._buffer_bytes, accelerator)
 
     def place(self, destination: torch.Tensor, exports: Sequence[Export], source: Source) -> None:
         """Write the exports of one parameter into a tensor of its shape.
@@ -86,7 +92,9 @@ class Placer:
         host = slot.memory.view(destination.dtype).view(shape)
         for position, export in enumerate(exports):
             reorder(host[position], _part(export, source))
-        device = host.to(destination.device, non_blocking=host.is_pinned())
+        # Without blocking on CUDA alone, whose events say when host memory may change again.
+        overlapped = host.is_pinned() and destination.device.type == "cuda"
+        device = host.to(destination.device, non_blocking=overlapped)
         self._in_flight.append(_InFlight(slot, _departure(destination.device)))
         if exports[0].expert is None:
             destination.copy_(device[0].T)
@@ -98,9 +106,9 @@ class Placer:
             start = stop
 
     def _acquire(self, device: torch.device, count_bytes: int) -> Slot:
-        if self._ring is None:
-            self._ring, _ = make_ring(2 * self._buffer_bytes, device)
-        if len(self._in_flight) == 2:
+        self.make_room([device])
+        assert self._ring is not None
+        while self._in_flight and not self._ring.has_room(count_bytes):
             self._wait_for_oldest()
         return self._ring.acquire(count_bytes)
 

@@ -72,17 +72,18 @@ def restore(
     _expect_distinct(targets)
     if state is not None:
         _warn_hyperparameters(checkpoint.optimizer, state.hyperparameters())
+    # Whatever may find no memory is made before the first write.
+    entries = [_entry(target, target.state) if target.state is not None else {} for target in targets]
     largest_bytes = max((8 * math.prod(checkpoint.spec(export.key).shape) for export in checked), default=0)
     with torch.no_grad(), Placer(largest_bytes) as placer:
-        for target in targets:
+        placer.make_room(target.parameter.device for target in targets)
+        for target, entry in zip(targets, entries, strict=True):
             placer.place(target.parameter, target.exports, partial(checkpoint.view, WEIGHTS))
-            if state is not None and target.state is not None:
-                _place_state(checkpoint, target, target.state, state, placer)
-    for target in targets:
+            if target.state is not None:
+                _place_state(checkpoint, target, target.state.master, entry, placer)
+    for target, entry in zip(targets, entries, strict=True):
         if state is not None and target.state is not None:
-            master, step = target.state.master, target.state.step
-            # Always a tensor of its own: parameters may share the one that is there.
-            state.optimizer.state[master]["step"] = _step_like(step, target.step, master, target.group)
+            state.optimizer.state[target.state.master].update(entry)
 
 
 def _expect_keys(checkpoint: Checkpoint, exports: Sequence[Export], subset: bool) -> None:
@@ -178,19 +179,26 @@ def _warn_hyperparameters(saved: Hyperparameters | None, present: Hyperparameter
         )
 
 
+def _entry(target: _Target, held: ParameterState) -> dict[str, Any]:
+    """Return the optimizer's entry for a parameter: moments to be written, made where it holds none, and the step."""
+    entry: dict[str, Any] = {}
+    for name in MOMENTS:
+        value = held.component(name)
+        with torch.no_grad():
+            missing = torch.zeros_like(held.master, memory_format=torch.preserve_format) if value is None else value
+        entry[name] = missing
+    # Always a tensor of its own: parameters may share the one that is there.
+    entry["step"] = _step_like(held.step, target.step, held.master, target.group)
+    return entry
+
+
 def _place_state(
-    checkpoint: Checkpoint, target: _Target, held: ParameterState, state: AdamState, placer: Placer
+    checkpoint: Checkpoint, target: _Target, master: torch.Tensor, entry: Mapping[str, Any], placer: Placer
 ) -> None:
-    master = held.master
     if master is not target.parameter:
         placer.place(master, target.exports, partial(checkpoint.view, "master"))
-    entry: dict[str, Any] = state.optimizer.state[master]
     for name in MOMENTS:
-        value = entry.get(name)
-        if value is None:
-            value = torch.zeros_like(master, memory_format=torch.preserve_format)
-        placer.place(value, target.exports, partial(checkpoint.view, name))
-        entry[name] = value
+        placer.place(entry[name], target.exports, partial(checkpoint.view, name))
 
 
 def _step_like(old: object, step: int, master: torch.Tensor, group: Mapping[str, Any]) -> object:

@@ -25,6 +25,10 @@ class Slot:
         self._ring.release(self)
 
 
+def _rounded(count_bytes: int) -> int:
+    return -(-count_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+
+
 class Ring:
     """A fixed piece of host memory, handed out in order around and around.
 
@@ -48,13 +52,21 @@ class Ring:
         """
         if count_bytes > len(self.memory) // 2:
             raise ValueError(f"a slot of {count_bytes} bytes in a ring of {len(self.memory)}; at most half of it")
-        rounded = -(-count_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+        if not count_bytes:
+            # It has no place: one at the seam of a full ring would look like a free ring.
+            return Slot(self, self.memory[:0], 0, 0)
+        rounded = _rounded(count_bytes)
         with self._changed:
             while (start := self._place(rounded)) is None:
                 self._changed.wait()
             slot = Slot(self, self.memory[start : start + count_bytes], start, start + rounded)
             self._live.append(slot)
             return slot
+
+    def has_room(self, count_bytes: int) -> bool:
+        """Return whether `acquire` would not wait now."""
+        with self._changed:
+            return not count_bytes or self._place(_rounded(count_bytes)) is not None
 
     def release(self, slot: Slot) -> None:
         """Mark a slot as free."""

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from packckpt.commit import Commit, WholeFile, expect_free, owners_of_files
-from packckpt.errors import PackckptError, SaveError
+from packckpt.errors import ExportError, PackckptError, SaveError
 from packckpt.exports import Export, named
 from packckpt.manifest import portable_config
 from packckpt.merge import MergedKey, blocks_of, merge_entries
@@ -29,7 +29,7 @@ from packckpt.staged import StagedSnapshot
 from packckpt.staging import Stager
 from packckpt.transfer import TransferLog, path_named, read_steps, synchronize
 from packckpt.turns import Turns
-from packckpt.windows import DEFAULT_BUFFER_BYTES
+from packckpt.windows import DEFAULT_BUFFER_BYTES, expect_rows_fit
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -78,9 +78,12 @@ class _Prepared:
     reservation: Reservation | None = None
 
     def clean_up(self, *, keep_parents: bool) -> None:
-        self.snapshot.remove()
-        if self.reservation is not None:
-            self.reservation.release(keep_parents=keep_parents)
+        try:
+            self.snapshot.remove()
+        finally:
+            # Also where a second Ctrl-C cuts the removal short: a reservation that stays blocks the destination.
+            if self.reservation is not None:
+                self.reservation.release(keep_parents=keep_parents)
 
 
 class CheckpointSaver:
@@ -94,7 +97,9 @@ class CheckpointSaver:
             groups of the same ranks are made at the first prepare, which is collective.
         durable: sync files and directories, so that a power cut after finalize loses nothing. Turn it off on
             scratch disks.
-        timeout_seconds: how long a rank waits for another.
+        timeout_seconds: how long a rank waits for another. It has to be longer than a whole commit takes, disk
+            syncs included, since the other ranks hear nothing of the coordinator meanwhile. A Ctrl-C that comes
+            while ranks wait for one another is raised when they have done so.
         strict_duplicates: where several ranks export one key, compare their values and refuse to save different
             ones. By default the lowest rank's is taken, unseen.
         buffer_bytes: staged only: size of each of the ring's two buffers, a power of two (pinned memory is
@@ -169,7 +174,8 @@ class CheckpointSaver:
         Args:
             destination: the checkpoint directory to be; missing parents are made.
             exports: what leaves this rank, in order; may be empty where other ranks export.
-            state: the optimizer's state, or None to save the exported values alone.
+            state: the optimizer's state, or None to save the exported values alone. All ranks alike: one that
+                exports nothing brings the same hyper-parameters.
             config: the adapter configuration, JSON values (sets and tuples become lists);
                 needs `base_model_name_or_path`.
 
@@ -303,8 +309,11 @@ class CheckpointSaver:
         expect_free(where)
         portable = portable_config(config)
         plan = plan_transfers(exports, state, self._path, self._stager.buffer_bytes)
+        _expect_data(plan)
         _warn_narrowed(plan)
         ordered = [export for block in plan.blocks for export in block.exports]
+        if self._path == "staged":
+            expect_rows_fit(plan.files, plan.buffer_bytes)
         synchronize(_devices(plan))
         hyperparameters = None if state is None else state.hyperparameters()
         steps = None if state is None else _steps(plan, log)
@@ -343,13 +352,16 @@ class CheckpointSaver:
             ranks.settle("snapshot", snapshot)
             # Tells what interrupted a rank while it waited for a slower one.
             ranks.settle("prepare", lambda: {})
+            with self._guard:
+                self._number = prepared.number
+                self._pending.append(prepared)
+                self._ended.pop(prepared.destination, None)
         except BaseException:
+            with self._guard:
+                if prepared in self._pending:
+                    self._pending.remove(prepared)
             prepared.clean_up(keep_parents=False)
             raise
-        with self._guard:
-            self._number = prepared.number
-            self._pending.append(prepared)
-            self._ended.pop(prepared.destination, None)
 
     def _commit(self, prepared: _Prepared) -> str:
         _, ranks = self._open()
@@ -428,10 +440,12 @@ class CheckpointSaver:
 
     def _end(self, prepared: _Prepared, digest: str | None) -> None:
         """Forget a save and remove what was made for it; a digest says that it was committed."""
-        with self._guard:
-            self._pending.remove(prepared)
-            self._ended[prepared.destination] = digest
-        prepared.clean_up(keep_parents=digest is not None)
+        try:
+            with self._guard:
+                self._pending.remove(prepared)
+                self._ended[prepared.destination] = digest
+        finally:
+            prepared.clean_up(keep_parents=digest is not None)
 
     def _expect_not_pending(self, where: Path) -> None:
         with self._guard:
@@ -477,8 +491,22 @@ def _absolute(destination: str | os.PathLike[str]) -> Path:
     return Path(os.path.realpath(path.parent)) / path.name
 
 
+def _expect_data(plan: TransferPlan) -> None:
+    for block in plan.blocks:
+        for unit in block.units:
+            held = (unit.parameter, *(unit.state.component(c) for c in COMPONENTS if unit.state is not None))
+            if any(tensor is not None and tensor.is_meta for tensor in held):
+                raise ExportError(
+                    f"{unit.exports[0].key}: the parameter, or what the optimizer holds for it, is on the meta device "
+                    "and has no data; expected tensors with data"
+                )
+
+
 def _devices(plan: TransferPlan) -> set[torch.device]:
     devices = set()
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        # What is on the host may still be on its way there from the device that the trainer uses.
+        devices.add(torch.device("cuda", torch.cuda.current_device()))
     for block in plan.blocks:
         for unit in block.units:
             devices.add(unit.parameter.device)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -11,12 +11,15 @@ from pathlib import Path
 from packckpt.disk import sync_path
 from packckpt.exports import block_of
 from packckpt.manifest import ADAPTER_FILE, OPTIMIZER_DIRECTORY, optimizer_file
+from packckpt.optimizer import COMPONENTS
 from packckpt.snapshot import Snapshot, SnapshotReader
 from packckpt.staging import Stager
 from packckpt.strands import MOST_THREADS, Strands
 from packckpt.tensorfile import TensorFileWriter, TensorSpec
 from packckpt.transfer import TransferLog
 from packckpt.windows import WEIGHTS, FilePlan
+
+_DONE = object()
 
 
 class StagedSnapshot(Snapshot):
@@ -51,7 +54,7 @@ class StagedSnapshot(Snapshot):
         """Copy, write and digest window after window; a window is let go when it is written.
 
         Args:
-            files: in the order in which they are written.
+            files: the weights, then the components of each block.
             stager: the ring that the windows go through.
             wait: return when everything is written; else when everything is on the host, and `complete` waits.
 
@@ -61,12 +64,16 @@ class StagedSnapshot(Snapshot):
         if any(file.component != WEIGHTS for file in files):
             os.mkdir(self.directory / OPTIMIZER_DIRECTORY)
         self._strands = Strands(1 if not wait else None)
-        for file in files:
-            self._write_file(file, stager, log)
-        for arrive in self._arrivals:
-            arrive()
-        if wait:
-            self._join()
+        try:
+            weights, *others = (self._write_file(file, stager, log) for file in files)
+            _submit_in_turn(weights, others)
+            for arrive in self._arrivals:
+                arrive()
+            if wait:
+                self._join()
+        except BaseException:
+            stager.drop_ring()
+            raise
 
     def complete(self, *, durable: bool) -> None:
         """Wait until everything is written; put whole files on disk where durable."""
@@ -93,7 +100,8 @@ class StagedSnapshot(Snapshot):
         self._arrivals.clear()
         self._writers.clear()
 
-    def _write_file(self, file: FilePlan, stager: Stager, log: TransferLog) -> None:
+    def _write_file(self, file: FilePlan, stager: Stager, log: TransferLog) -> Iterator[None]:
+        """Submit one window of a file after another; each step of the iterator is one."""
         assert self._strands is not None
         name = self._file_name(file.component, file.block or "")
         specs = [TensorSpec(export.key, file.dtype_of(export), export.shape) for export, _ in file.exports]
@@ -108,11 +116,12 @@ class StagedSnapshot(Snapshot):
             slot = stager.slot_for(window, log)
             try:
                 parts, arrive = stager.capture(window, slot, log)
+                self._arrivals.append(arrive)
+                self._strands.submit(name, partial(_append, writer, parts, arrive), slot.release)
             except BaseException:
                 slot.release()
                 raise
-            self._arrivals.append(arrive)
-            self._strands.submit(name, partial(_append, writer, parts, arrive), slot.release)
+            yield
         self._strands.submit(name, partial(self._finish_file, name, writer))
 
     def _finish_file(self, name: str, writer: TensorFileWriter) -> None:
@@ -120,6 +129,23 @@ class StagedSnapshot(Snapshot):
 
     def _file_name(self, component: str, block: str) -> str:
         return ADAPTER_FILE if component == WEIGHTS else optimizer_file(component, self._block_numbers[block])
+
+
+def _submit_in_turn(weights: Iterator[None], others: Sequence[Iterator[None]]) -> None:
+    """Submit the windows of a block's components in turn, and one of the weights now and then.
+
+    A file is hashed on one thread, so windows of different files keep more than one busy. The weights of all blocks
+    are one file.
+    """
+    waiting = [weights]
+    for start in range(0, len(others), len(COMPONENTS)):
+        under_way = list(others[start : start + len(COMPONENTS)])
+        while under_way:
+            under_way = [file for file in under_way if next(file, _DONE) is not _DONE]
+            waiting = [file for file in waiting if next(file, _DONE) is not _DONE]
+    for file in waiting:
+        for _ in file:
+            pass
 
 
 def _append(writer: TensorFileWriter, parts: Sequence[memoryview], arrive: Callable[[], None]) -> None:

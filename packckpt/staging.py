@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+import numpy as np
 import torch
 
 from packckpt.ring import Ring, Slot
@@ -30,6 +31,7 @@ class Stager:
     def __init__(self, buffer_bytes: int = DEFAULT_BUFFER_BYTES) -> None:
         self.buffer_bytes = buffer_bytes
         self._ring: Ring | None = None
+        self._ring_is_for_cpu = False
         self._unpinned: str | None = None
         self._streams: dict[torch.device, Any] = {}
         self._zeros = memoryview(b"")
@@ -37,12 +39,18 @@ class Stager:
 
     def slot_for(self, window: Window, log: TransferLog) -> Slot:
         """Wait for a place for the window in the ring."""
-        if self._ring is None:
-            device = next((copy.device for copy in window.copies if copy.device.type != "cpu"), torch.device("cpu"))
+        device = next((copy.device for copy in window.copies if copy.device.type != "cpu"), torch.device("cpu"))
+        if self._ring is None or (self._ring_is_for_cpu and device.type != "cpu"):
+            # The old ring, if any, lives as long as its slots do.
             self._ring, self._unpinned = make_ring(2 * self.buffer_bytes, device)
+            self._ring_is_for_cpu = device.type == "cpu"
         if self._unpinned is not None:
             self._tell(f"no pinned memory ({self._unpinned}); copies go through pageable memory and block", log)
         return self._ring.acquire(window.bytes)
+
+    def drop_ring(self) -> None:
+        """Forget the ring after a save that was cut short: a slot of it may never be released."""
+        self._ring = None
 
     def capture(self, window: Window, slot: Slot, log: TransferLog) -> tuple[list[memoryview], Callable[[], None]]:
         """Begin the copies of a window into its slot.
@@ -77,7 +85,8 @@ class Stager:
             if stage is None:
                 _copy_rows(copy, host, kind, log)
                 return lambda: None
-            copy_in(host, stage, kind, log, non_blocking=host.is_pinned())
+            # Without blocking on CUDA alone, whose events say when the bytes are there.
+            copy_in(host, stage, kind, log, non_blocking=host.is_pinned() and copy.device.type == "cuda")
             # Freed here and taken by the next window on this stream, which waits for this copy: one is enough.
             del stage
             return self._recorded(copy.device)
@@ -87,7 +96,7 @@ class Stager:
         try:
             stage = torch.empty(copy.numel, dtype=copy.dtype, device=copy.device)
         except torch.OutOfMemoryError:
-            self._tell(f"no {copy.bytes} bytes on {copy.device} to gather in; rows are copied one by one", log)
+            self._tell(f"no memory on {copy.device} to gather in; rows are copied one by one", log)
             return None
         offset = 0
         for run in copy.runs:
@@ -115,16 +124,16 @@ class Stager:
         event.record(self._streams[device])
 
         def wait() -> None:
-            # On a thread of its own, CUDA would otherwise wake up device 0 as well.
-            torch.cuda.set_device(device)
-            event.synchronize()
+            # A thread of its own would otherwise wake up device 0 as well; the trainer's keeps its device.
+            with torch.cuda.device(device):
+                event.synchronize()
 
         return wait
 
     def _zero_bytes(self, count: int) -> memoryview:
         # Pages of a fresh allocation that are only read take no memory.
         if len(self._zeros) < count:
-            self._zeros = host_bytes(torch.zeros(count, dtype=torch.uint8))
+            self._zeros = np.zeros(count, dtype=np.uint8).data  # torch would write them
         return self._zeros[:count]
 
     def _tell(self, what: str, log: TransferLog) -> None:
@@ -167,7 +176,7 @@ def _gather(run: Run, destination: torch.Tensor) -> None:
         destination.copy_(_single(run.pieces[0]))
         return
     start = 0
-    for rows in progressions(run.rows):
+    for rows in run.slices:
         stop = start + len(rows)
         destination[start:stop].copy_(_rows(run.source, rows).transpose(1, 2))
         start = stop
@@ -177,7 +186,7 @@ def _gather_on_host(run: Run, destination: torch.Tensor, kind: Kind, log: Transf
     if not run.packed:
         gather_in(destination, _single(run.pieces[0]), kind, log)
         return
-    slices = progressions(run.rows)
+    slices = run.slices
     if len(slices) == 1:
         source = _rows(run.source, slices[0])
     else:
@@ -187,7 +196,7 @@ def _gather_on_host(run: Run, destination: torch.Tensor, kind: Kind, log: Transf
 
 
 def _copy_rows(copy: Copy, host: torch.Tensor, kind: Kind, log: TransferLog) -> None:
-    """Copy piece by piece in the source's own strides, which takes no memory on the device."""
+    """Copy piece by piece in the source's own strides: on the device only a row with gaps takes memory."""
     offset = 0
     for run in copy.runs:
         for piece in run.pieces:
@@ -208,18 +217,3 @@ def _single(piece: Piece) -> torch.Tensor:
 
 def _rows(source: torch.Tensor, rows: range) -> torch.Tensor:
     return source.detach()[rows.start : rows.stop : rows.step]
-
-
-def progressions(rows: Sequence[int]) -> list[range]:
-    """Split ascending rows into as few slices as a look ahead of one finds: `0, 1, 2, 6, 8` is `0..2`, `6, 8`."""
-    slices: list[range] = []
-    start = 0
-    while start < len(rows):
-        stop = start + 1
-        # A row that is exported under two keys stands twice, and no slice holds it twice.
-        step = max(1, rows[stop] - rows[start]) if stop < len(rows) else 1
-        while stop < len(rows) and rows[stop] - rows[stop - 1] == step:
-            stop += 1
-        slices.append(range(rows[start], rows[stop - 1] + 1, step))
-        start = stop
-    return slices

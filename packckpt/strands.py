@@ -105,6 +105,7 @@ class Strands:
                     self._pending_bytes -= job.size_bytes
                     del self._busy[job.strand]
                     self._changed.notify_all()
+                del job  # a thread that waits for the next must not keep what the last one wrote
 
     def _next(self) -> _Job | None:
         with self._changed:

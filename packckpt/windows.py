@@ -67,6 +67,11 @@ class Run:
         return [piece.export.expert or 0 for piece in self.pieces]
 
     @property
+    def slices(self) -> list[range]:
+        """The rows as slices of the source."""
+        return progressions(self.rows)
+
+    @property
     def shape(self) -> tuple[int, ...]:
         """Shape of the gathered tensor: `[rows, out, in]`, or `[stop - start, in]` of a single piece."""
         first = self.pieces[0]
@@ -142,11 +147,7 @@ class FilePlan:
         return export.parameter.dtype if self.component == WEIGHTS else STATE_DTYPE
 
     def windows(self, buffer_bytes: int) -> Iterator[Window]:
-        """Cut the file into windows of at most `buffer_bytes`.
-
-        Raises:
-            ExportError: one row of a tensor is larger than a buffer; names the key.
-        """
+        """Cut the file into windows of at most `buffer_bytes`, which holds one row at least (`expect_rows_fit`)."""
         pieces: list[Piece] = []
         size = 0
         for piece in self._pieces(buffer_bytes):
@@ -167,12 +168,7 @@ class FilePlan:
             dtype = self.dtype_of(export)
             rows, columns = export.shape
             row_bytes = columns * dtype.itemsize
-            if row_bytes > buffer_bytes:
-                raise ExportError(
-                    f"{export.key}: one row of the exported tensor takes {row_bytes} bytes, a buffer holds "
-                    f"{buffer_bytes}; raise buffer_bytes"
-                )
-            step = rows if rows * row_bytes <= buffer_bytes else buffer_bytes // row_bytes
+            step = rows if rows * row_bytes <= buffer_bytes else max(1, buffer_bytes // row_bytes)
             for start in range(0, rows, step) if step else (0,):
                 stop = min(start + step, rows)
                 complete = stop - start == rows
@@ -185,12 +181,24 @@ class FilePlan:
         return state.component(self.component)
 
 
-def plan_files(exports: Iterable[tuple[Export, ParameterState | None]]) -> list[FilePlan]:
-    """Lay exports out as the files of a checkpoint: optimizer files by block, then the weights.
+def expect_rows_fit(files: Iterable[FilePlan], buffer_bytes: int) -> None:
+    """Refuse a buffer that does not hold one row of every exported tensor.
 
-    The order is that in which they are written. The weights' file is one for all blocks, and its windows follow
-    one another on one thread, so that they come last and the other files keep the other threads busy meanwhile.
+    Raises:
+        ExportError: names the key and the sizes.
     """
+    for file in files:
+        for export, _ in file.exports:
+            row_bytes = export.shape[1] * file.dtype_of(export).itemsize
+            if row_bytes > buffer_bytes:
+                raise ExportError(
+                    f"{export.key}: one row of the exported tensor takes {row_bytes} bytes, a buffer holds "
+                    f"{buffer_bytes}; raise buffer_bytes"
+                )
+
+
+def plan_files(exports: Iterable[tuple[Export, ParameterState | None]]) -> list[FilePlan]:
+    """Lay exports out as the files of a checkpoint: the weights, then the three components of each block."""
     ordered = sorted(exports, key=lambda pair: pair[0].key)
     weights = FilePlan(WEIGHTS, None, tuple(ordered))
     by_block: dict[str, list[tuple[Export, ParameterState | None]]] = {}
@@ -229,3 +237,18 @@ def _runs(pieces: Iterable[Piece]) -> list[Run]:
     # Where a piece lies in the buffer is free, so rows ascend: a complete parameter is then one plain slice.
     ascending = [Run(tuple(sorted(group, key=lambda piece: piece.export.expert or 0))) for group in packed.values()]
     return [*ascending, *single]
+
+
+def progressions(rows: Sequence[int]) -> list[range]:
+    """Split ascending rows into as few slices as a look ahead of one finds: `0, 1, 2, 6, 8` is `0..2`, `6, 8`."""
+    slices: list[range] = []
+    start = 0
+    while start < len(rows):
+        stop = start + 1
+        # A row that is exported under two keys stands twice, and no slice holds it twice.
+        step = max(1, rows[stop] - rows[start]) if stop < len(rows) else 1
+        while stop < len(rows) and rows[stop] - rows[stop - 1] == step:
+            stop += 1
+        slices.append(range(rows[start], rows[stop - 1] + 1, step))
+        start = stop
+    return slices

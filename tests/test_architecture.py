@@ -35,7 +35,10 @@ ALLOWED: dict[str, set[str]] = {
     "manifest": {"errors", "optimizer", "tensorfile"},
     "staging": {"ring", "tensorfile", "transfer", "windows"},
     "snapshot": {"disk", "dtypes", "exports", "plan", "tensorfile", "transfer"},
-    "staged": {"disk", "exports", "manifest", "snapshot", "staging", "strands", "tensorfile", "transfer", "windows"},
+    "staged": {
+        "disk", "exports", "manifest", "optimizer", "snapshot", "staging", "strands", "tensorfile", "transfer",
+        "windows",
+    },
     "merge": {"errors", "exports", "snapshot", "tensorfile"},
     "verify": {"dtypes", "errors", "manifest", "strands", "tensorfile"},
     "commit": {

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy
 import pytest
 import torch
 
-from packckpt import Export, ExportError, PackckptError, Shard
+from packckpt import CheckpointSaver, Export, ExportError, PackckptError, Shard, plan_transfers
 from packckpt.exports import GLOBAL_BLOCK, block_of, check_exports, named
 from tests.builders import arange
 
@@ -66,6 +67,15 @@ class TestShard:
             Shard(0, 2, 0).rank = 1  # type: ignore[misc]
 
 
+def test_a_parameter_without_data_is_planned_and_not_saved(tmp_path: Path) -> None:
+    parameter = torch.empty(8, 3, 2, device="meta")
+    exports = [Export(f"k{row}", parameter, expert=row) for row in range(8)]
+    assert [plan_transfers(exports, None, path).weight_calls for path in ("slice", "staged")] == [8, 1]  # type: ignore[arg-type]
+    with pytest.raises(ExportError, match=r"k0: the parameter.* is on the meta device and has no data"):
+        CheckpointSaver().prepare(tmp_path / "c", exports, None, {"base_model_name_or_path": "m"})
+    assert list(tmp_path.iterdir()) == []
+
+
 class TestExport:
     def test_shape_is_that_of_the_transpose(self) -> None:
         assert Export("k", arange(3, 2)).shape == (2, 3)
@@ -104,7 +114,6 @@ class TestExport:
         ("parameter", "expert", "message"),
         [
             ([1.0], None, "k: parameter is a list; expected a torch.Tensor"),
-            (torch.empty(3, 2, device="meta"), None, "k: parameter is a meta tensor"),
             (arange(3, 2).to_sparse(), None, r"k: parameter is a torch.sparse_coo tensor; expected a dense"),
             (arange(4, 3, 2), None, r"k: parameter has shape \[4, 3, 2\]; expected \[in, out\] .*give `expert=`"),
             (arange(3), None, r"k: parameter has shape \[3\]; expected \[in, out\]"),

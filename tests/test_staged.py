@@ -16,8 +16,8 @@ import torch
 from packckpt import CheckpointSaver, ExportError, PackckptError, load_checkpoint, plan_transfers, predicted_peaks
 from packckpt import staging as staging_module
 from packckpt.ring import Ring, Slot
-from packckpt.staging import progressions
 from packckpt.tensorfile import TensorFileWriter
+from packckpt.windows import progressions
 from tests import emulated
 from tests.builders import (
     CONFIG,
@@ -162,6 +162,46 @@ class TestBounds:
             saver.save(tmp_path / "c", trainer.exports, trainer.state, CONFIG)
         with pytest.raises(AssertionError):
             assert_same_content(read_content(tmp_path / "c"), expected_content(trainer))
+
+    def test_zeros_between_full_windows_move_nothing(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Never-stepped parameters, a window each in a ring that is always full, and writers slower than the copies."""
+        trainer = Trainer(emulated.to_device)
+        for layer in range(12):
+            trainer.packed("a", experts=4, rows=4, columns=4, layer=layer, missing=("exp_avg", "exp_avg_sq"), step=None)
+        write = TensorFileWriter.append
+
+        def slow(self: TensorFileWriter, *parts: memoryview) -> None:
+            threading.Event().wait(0.01)
+            write(self, *parts)
+
+        monkeypatch.setattr(TensorFileWriter, "append", slow)
+        with staged(buffer_bytes=4 * 16 * 4) as saver:
+            saver.save(tmp_path / "c", trainer.exports, trainer.state, CONFIG)
+        assert_same_content(read_content(tmp_path / "c"), expected_content(trainer))
+
+    def test_zeros_take_no_memory(self) -> None:
+        from packckpt.staging import Stager
+
+        def resident_bytes() -> int:
+            return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE")
+
+        stager, before = Stager(), resident_bytes()
+        zeros = stager._zero_bytes(256 << 20)
+        assert len(zeros) == 256 << 20
+        assert resident_bytes() - before < 64 << 20
+
+    def test_an_interrupted_save_leaves_a_ring_that_the_next_can_use(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """The slot of the window that was cut short is never released; its ring is not used again."""
+        trainer = eight_experts(emulated.to_device)
+        with staged(buffer_bytes=128) as saver:
+            with monkeypatch.context() as patch:
+                patch.setattr(Slot, "release", lambda self: None)
+                with emulated.fail_at(2, KeyboardInterrupt()), pytest.raises(KeyboardInterrupt):
+                    saver.prepare(tmp_path / "c", trainer.exports, trainer.state, CONFIG)
+            saver.save(tmp_path / "c", trainer.exports, trainer.state, CONFIG)
+        assert_same_content(read_content(tmp_path / "c"), expected_content(trainer))
 
 
 class TestWholeFiles:
