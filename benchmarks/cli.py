@@ -1,4 +1,4 @@
-"""`python -m benchmarks list | plan | run | resume | check`.
+"""`python -m benchmarks list | plan | run | resume | check | floors`.
 
 Exit codes: 0 fine, 1 something was not measured or is in doubt, 2 usage, 130 interrupted.
 """
@@ -19,6 +19,7 @@ from benchmarks.scrub import ROOT
 from benchmarks.settings import SettingsError
 from benchmarks.units import UnitError, parse_bytes, parse_seconds
 
+FLOOR_CASE, FLOOR_ROUNDS = "qwen3-30b-a3b/lora8/ep1/l4/bfloat16", 5
 RUNS = ROOT / "results" / "runs"
 
 
@@ -47,7 +48,9 @@ def _command(name: str) -> Callable[[argparse.Namespace, Sequence[str]], int]:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description="Measure what a save costs on each path.")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="list | plan | run | resume | check")
+    commands = parser.add_subparsers(
+        dest="command", required=True, metavar="list | plan | run | resume | check | floors"
+    )
 
     listed = commands.add_parser("list", help="presets and cases")
     listed.add_argument("--preset", **_preset())
@@ -86,6 +89,13 @@ def _parser() -> argparse.ArgumentParser:
     resume = commands.add_parser("resume", help="go on where an interrupted run stopped")
     resume.add_argument("run", type=Path, metavar="RUN", help="its folder")
     resume.add_argument("--scratch", type=Path, metavar="DIR", help="where checkpoints go meanwhile")
+
+    floors = commands.add_parser("floors", help="saves and a restore against hashing and writing the same bytes")
+    floors.add_argument("--case", default=FLOOR_CASE, metavar="ID", help="one case, as `list` prints it (%(default)s)")
+    floors.add_argument(
+        "--rounds", type=int, default=FLOOR_ROUNDS, metavar="N", help="alternating rounds (%(default)s)"
+    )
+    floors.add_argument("--scratch", type=Path, metavar="DIR", help="where checkpoints go meanwhile")
 
     check = commands.add_parser("check", help="is this machine fit to measure?")
     check.add_argument("--scratch", type=Path, metavar="DIR", help="where checkpoints would go")

@@ -42,6 +42,14 @@ def plan_command(parsed: argparse.Namespace, given: Sequence[str]) -> int:
     return FINE
 
 
+def floors_command(parsed: argparse.Namespace, given: Sequence[str]) -> int:
+    """Print how near a save comes to what the machine can do."""
+    from benchmarks.floors import measure, report
+
+    print(report(*measure(parsed.case, parsed.rounds, parsed.scratch)))
+    return FINE
+
+
 def check_command(parsed: argparse.Namespace, given: Sequence[str]) -> int:
     """Print whether this machine is fit to measure."""
     scratch = _scratch(parsed)

@@ -28,8 +28,6 @@ from benchmarks.workload import RealTensors, Trainer, build
 from packckpt import CheckpointSaver, load_checkpoint
 
 T = TypeVar("T")
-CASE = "qwen3-30b-a3b/lora8/ep1/l4/bfloat16"
-ROUNDS = 5
 _PIECE_BYTES = 8 << 20
 
 
@@ -55,7 +53,7 @@ class Samples:
         return self.median(name) / self.median(base)
 
 
-def measure(case: str = CASE, rounds: int = ROUNDS, scratch: Path | None = None) -> tuple[Samples, int]:
+def measure(case: str, rounds: int, scratch: Path | None = None) -> tuple[Samples, int]:
     """Save on every path, restore, hash and write the same bytes, in turn; one round more goes before and is dropped.
 
     Returns:

@@ -6,7 +6,6 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -15,7 +14,6 @@ from packckpt.exports import Export
 from packckpt.merge import cut_shard
 from packckpt.ring import Ring, Slot
 from packckpt.staging import make_ring
-from packckpt.strands import Strands
 from packckpt.transfer import reorder
 from packckpt.windows import DEFAULT_BUFFER_BYTES, progressions
 
@@ -36,7 +34,8 @@ class Placer:
 
     On an accelerator the rows of a packed tensor are laid side by side in a ring of two buffers, arrive in one
     copy (in several where they do not fit a buffer), and are transposed there. On the CPU each goes to its place
-    directly, several parameters side by side. Use it as a context manager: all is in place when it is left.
+    directly: rows are small, and threads would wait for one another's turn with the interpreter (two of them took half
+    as long again as one). Use it as a context manager: all is in place when it is left.
 
     Args:
         largest_bytes: the largest exported tensor in any dtype; a buffer holds at least one.
@@ -48,18 +47,13 @@ class Placer:
         self._buffer_bytes = max(buffer_bytes, largest_bytes)
         self._ring: Ring | None = None
         self._in_flight: deque[_InFlight] = deque()
-        self._strands = Strands()
 
     def __enter__(self) -> Placer:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is not None:
-            self._strands.cancel()
-            return
-        while self._in_flight:
+        while kind is None and self._in_flight:
             self._wait_for_oldest()
-        self._strands.finish()
 
     def make_room(self, devices: Iterable[torch.device]) -> None:
         """Make the ring now, where one of the devices is an accelerator: before anything is written."""
@@ -77,7 +71,7 @@ class Placer:
         """
         destination = destination.detach()
         if destination.device.type == "cpu":
-            self._strands.submit(object(), partial(_place_on_host, destination, exports, source))
+            _place_on_host(destination, exports, source)
             return
         row_bytes = math.prod(exports[0].shape) * destination.element_size()
         per_buffer = max(1, self._buffer_bytes // max(1, row_bytes))

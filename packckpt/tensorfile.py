@@ -12,7 +12,7 @@ import json
 import mmap
 import os
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from types import TracebackType
@@ -157,6 +157,11 @@ class TensorFileReader:
         self._start = 8 + int.from_bytes(self._map[:8], "little")
         self._entries: dict[str, dict[str, Any]] = json.loads(self._map[8 : self._start])
         self._entries.pop("__metadata__", None)
+
+    def entries(self) -> Iterator[tuple[str, str, list[int]]]:
+        """Yield name, dtype as the header has it, and shape of every tensor."""
+        for name, entry in self._entries.items():
+            yield name, entry["dtype"], entry["shape"]
 
     def bytes(self, name: str) -> memoryview:
         """Return the bytes of a tensor; nothing is copied."""

@@ -26,7 +26,7 @@ from packckpt.manifest import (
     safe_file,
 )
 from packckpt.strands import MOST_THREADS, usable_cores
-from packckpt.tensorfile import TensorSpec
+from packckpt.tensorfile import TensorFileReader, TensorSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,9 +102,9 @@ def _headers(root: Path, manifest: Manifest) -> dict[str, dict[str, TensorSpec]]
 
 def _header(path: Path) -> dict[str, TensorSpec]:
     try:
-        with safe_open(path, framework="pt", device="cpu") as file:
-            slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118  # not a mapping
-            return {name: _spec(path, name, view.get_dtype(), view.get_shape()) for name, view in slices.items()}
+        with safe_open(path, framework="pt", device="cpu"):
+            pass  # opening it checks lengths, offsets and gaps
+        return {name: _spec(path, name, dtype, shape) for name, dtype, shape in TensorFileReader(path).entries()}
     except SafetensorError as error:
         raise CheckpointError(f"{path}: not a safetensors file: {error}") from None
 

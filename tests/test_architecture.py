@@ -51,7 +51,7 @@ ALLOWED: dict[str, set[str]] = {
         "snapshot", "staged", "staging", "transfer", "turns", "windows",
     },
     "checkpoint": {"errors", "manifest", "optimizer", "tensorfile", "verify", "windows"},
-    "placing": {"exports", "merge", "ring", "staging", "strands", "transfer", "windows"},
+    "placing": {"exports", "merge", "ring", "staging", "transfer", "windows"},
     "restore": {"errors", "exports", "merge", "optimizer", "placing", "windows"},
     "inspect": {"checkpoint", "dtypes", "exports", "optimizer", "tensorfile"},
     "diff": {"checkpoint", "dtypes", "optimizer", "windows"},

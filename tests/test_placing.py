@@ -25,17 +25,3 @@ def test_tensors_of_many_sizes_go_through_a_small_ring(buffer_bytes: int) -> Non
             placer.place(target, exports, lambda key, source=source: source[int(key)].T.contiguous())  # type: ignore[misc]
     for target, source in zip(targets, wanted, strict=True):
         assert_same_tensor(emulated.to_host(target), source)
-
-
-def test_an_error_ends_the_threads() -> None:
-    import threading
-
-    before = threading.active_count()
-    target = torch.zeros(2, 3, 4)
-
-    def fail(key: str) -> torch.Tensor:
-        raise OSError("the disk is gone")
-
-    with pytest.raises(OSError, match="the disk is gone"), Placer(64) as placer:
-        placer.place(target, [Export("a", target, expert=0)], fail)
-    assert threading.active_count() == before
