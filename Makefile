@@ -23,7 +23,7 @@ endif
 CODE := $(wildcard packckpt benchmarks analysis) tools
 LINTED := $(CODE) $(wildcard tests)
 
-.PHONY: help venv check-python bench gpu-check report results-check test-analysis test lint format types lock lock-check wheel wheel-check clean
+.PHONY: help venv check-python bench gpu-check report results-check readme test-analysis test lint format types lock lock-check wheel wheel-check clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -46,8 +46,12 @@ report: $(READY) ## tables, plots and decision of the newest run, or of ARGS, an
 	$(PY) -m analysis report $(ARGS)
 	$(PY) -m analysis index
 
-results-check: $(READY) ## fail when a file under results/ is not what the records give
+results-check: $(READY) ## fail when a file under results/, or the README's table, is not what the records give
 	$(PY) -m analysis check
+	$(PY) tools/readme.py --check
+
+readme: $(READY) ## put the first screen of the newest run's summary into README.md
+	$(PY) tools/readme.py
 
 test-analysis: $(READY) ## the analysis' tests alone; they need neither torch nor packckpt
 	$(PY) -m pytest --confcutdir tests/analysis tests/analysis $(ARGS)

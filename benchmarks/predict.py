@@ -15,8 +15,9 @@ if TYPE_CHECKING:
     from typing import Any as BlockPlan  # packckpt gives its blocks no public name
 
 COMPONENTS = 3  # master, exp_avg, exp_avg_sq
-# packckpt's commit asks for that much at once.
-WINDOW_BYTES = 64 << 20
+# packckpt's commit merges that much at once; two such windows may wait to be written while a third is fetched.
+WINDOW_BYTES = 32 << 20
+WINDOWS_HELD = 3
 # Python's and torch's own memory for one small tensor on the host, its name and its place in a dictionary.
 TENSOR_OBJECT_BYTES = 2048
 
@@ -100,10 +101,10 @@ def _trainer_bytes(case: Case, trainer: Trainer) -> int:
 def _prepare_peak_bytes(case: Case, plan: TransferPlan, on_host: bool) -> int:
     """One block is captured, then written: a transposed row is packed one expert at a time.
 
-    Staged, it is the part of the ring that the save goes around, which is made by the first save and kept.
+    Staged, it is the ring, which the first save makes and later ones find resident.
     """
     if plan.path == "staged":
-        return min(predicted_peaks(plan).host_bytes, _snapshot_bytes(plan))
+        return predicted_peaks(plan).host_bytes
     row = max(_row_elements(e.parameter.shape) * STATE_ITEM_BYTES for b in plan.blocks for e in b.exports)
     block = max(sum(_captured_sizes(case, block)) for block in plan.blocks)
     tensors = max((1 + COMPONENTS) * sum(1 for _ in block.exports) for block in plan.blocks)
@@ -144,12 +145,14 @@ def _finalize_peak_bytes(case: Case, plan: TransferPlan, own: int, shares: list[
 
     Staged, the files of a rank that saves alone are moved and not read.
     """
-    if plan.path == "staged" and len(shares) == 1:
-        return 0
-    if rank != 0 or len(shares) == 1:
+    ring = predicted_peaks(plan).host_bytes if plan.path == "staged" else 0
+    if ring and len(shares) == 1:
+        return ring
+    if len(shares) == 1:
         return own
-    components = (1 + COMPONENTS) * case.layers
-    return own + min(WINDOW_BYTES, max(shares[1:]) // components)
+    # Of a window each rank sends its share, packed; what is the coordinator's own is mapped, not held.
+    sent = [min(WINDOW_BYTES * share // sum(shares), share // ((1 + COMPONENTS) * case.layers)) for share in shares]
+    return ring + own + (sent[rank] if rank else WINDOWS_HELD * sum(sent[1:]))
 
 
 def _row_elements(shape: tuple[int, ...]) -> int:

@@ -42,6 +42,8 @@ class Ring:
 
     def __init__(self, size_bytes: int, *, pinned: bool) -> None:
         self.memory = torch.empty(size_bytes, dtype=torch.uint8, pin_memory=pinned)
+        if not pinned:
+            self.memory.zero_()  # touched here, as pinned memory is: windows then find no page missing
         self._changed = threading.Condition()
         self._live: deque[Slot] = deque()
 
