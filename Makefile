@@ -23,7 +23,7 @@ endif
 CODE := $(wildcard packckpt benchmarks analysis) tools
 LINTED := $(CODE) $(wildcard tests)
 
-.PHONY: help venv check-python bench gpu-check report results-check readme test-analysis test lint format types lock lock-check wheel wheel-check clean
+.PHONY: help venv check-python bench gpu-check report results-check readme test-analysis test test-slow lint format types lock lock-check wheel wheel-check clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -57,7 +57,10 @@ test-analysis: $(READY) ## the analysis' tests alone; they need neither torch no
 	$(PY) -m pytest --confcutdir tests/analysis tests/analysis $(ARGS)
 
 test: $(READY) ## run the tests; a warning is an error
-	$(PY) -m pytest $(ARGS)
+	$(PY) -m pytest -m "not slow" $(ARGS)
+
+test-slow: $(READY) ## run the tests that take minutes: 20 runs of A against A, costs on the real clock
+	$(PY) -m pytest -m slow $(ARGS)
 
 gpu-check: check-python ## on a GPU node: the tests marked gpu, and a run of 8 minutes; installs nothing
 	PYTHON=$(PYTHON) bash benchmarks/launch/gpu_check.sh $(ARGS)

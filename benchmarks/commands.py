@@ -13,11 +13,13 @@ from benchmarks import environment, table
 from benchmarks.check import doubts_of, render_doubts
 from benchmarks.choose import chosen_cases, chosen_settings, memory_budget_bytes
 from benchmarks.driver import Driver, run_name
+from benchmarks.fit import OF_THE_TIME_BUDGET
 from benchmarks.launcher import Launcher
 from benchmarks.missing import Missing
 from benchmarks.plot import plot_fence
 from benchmarks.presets import load_preset, preset_names
 from benchmarks.ranks import opened_launcher
+from benchmarks.record import Record
 from benchmarks.runfolder import RunError, RunFolder
 from benchmarks.schedule import cases_of, tasks_of
 from benchmarks.settings import Settings
@@ -117,7 +119,12 @@ def _carry_out(folder: RunFolder, settings: Settings, launcher: Launcher, scratc
     print(f"run: {folder.path}", file=sys.stderr)
     if status == "interrupted":
         return INTERRUPTED
-    return FINE if all(record.status == "ok" for record in records) else INCOMPLETE
+    return INCOMPLETE if any(_is_missing(record) for record in records) else FINE
+
+
+def _is_missing(record: Record) -> bool:
+    """Whether something should have been measured and was not; what a time budget leaves out is as was asked."""
+    return record.status != "ok" and OF_THE_TIME_BUDGET not in record.reasons.get("status", "")
 
 
 def _say_start(settings: Settings, folder: RunFolder, doubts: Sequence[dict[str, Any]]) -> None:

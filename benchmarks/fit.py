@@ -29,6 +29,10 @@ ASSUMED_DISK_BYTES_PER_SECOND = 0.5e9
 _SAVES_WHILE_WATCHING = 4
 
 
+# In the reason of whatever a time budget left out: that is what the budget is for, and no failure.
+OF_THE_TIME_BUDGET = "of the time budget"
+
+
 @dataclass(frozen=True, slots=True)
 class Obstacle:
     """Why a task does not fit."""
@@ -162,7 +166,7 @@ class Fit:
         if need <= left:
             return None
         return Obstacle(
-            f"would take about {duration(need)}, and {duration(max(left, 0))} of the time budget of "
+            f"would take about {duration(need)}, and {duration(max(left, 0))} {OF_THE_TIME_BUDGET} of "
             f"{duration(budget)} is left"
         )
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.paths import SAVER_PATHS
 from benchmarks.scrub import ROOT
 
 SUITE = "benchmarks/test_host.py"
@@ -25,7 +26,7 @@ def test_the_number_of_saves_is_the_rounds_and_warm_ups_reported(tmp_path: Path)
     done = suite(SUITE, "-k", "prepare or commit", f"--benchmark-json={tmp_path / 'out.json'}")
     assert done.returncode == 0, done.stdout
     content = json.loads((tmp_path / "out.json").read_text())
-    assert len(content["benchmarks"]) == 4
+    assert len(content["benchmarks"]) == 2 * len(SAVER_PATHS)
     for bench in content["benchmarks"]:
         rounds = bench["stats"]["rounds"]
         assert (rounds, bench["stats"]["iterations"]) == (5, 1)
