@@ -76,6 +76,7 @@ class Worker:
             where = self.scratch / "warm-up"
             self._saver.save(where, exports, state, {"base_model_name_or_path": "warm-up"})
             self.remove(where)
+            self._saver.release_buffers()  # what a saver keeps is in the peak of the first save that is measured
         return self._saver
 
     def next_directory(self) -> Path:

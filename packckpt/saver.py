@@ -267,6 +267,11 @@ class CheckpointSaver:
             with ranks.interruption_last(), suppress(SaveError):
                 self._agree_to_end(ranks, prepared, "abort")
 
+    def release_buffers(self) -> None:
+        """Give the staged path's ring back, which is kept from save to save; the next save makes a new one."""
+        with self._preparing:
+            self._stager.drop_ring()
+
     def close(self) -> None:
         """Drop what is still prepared, on this rank alone, and give back the saver's process groups.
 
@@ -278,7 +283,7 @@ class CheckpointSaver:
             conversations, self._conversations = self._conversations, []
             for ranks in conversations:
                 ranks.close()
-            self._stager = Stager(self._stager.buffer_bytes)
+            self._stager.drop_ring()
 
     def __enter__(self) -> CheckpointSaver:
         return self

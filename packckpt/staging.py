@@ -49,7 +49,10 @@ class Stager:
         return self._ring.acquire(window.bytes)
 
     def drop_ring(self) -> None:
-        """Forget the ring after a save that was cut short: a slot of it may never be released."""
+        """Let go of the ring, as after a save that was cut short: a slot of it may never be released.
+
+        Its memory is free once the windows that are still in it are written.
+        """
         self._ring = None
 
     def capture(self, window: Window, slot: Slot, log: TransferLog) -> tuple[list[memoryview], Callable[[], None]]:

@@ -203,6 +203,25 @@ class TestBounds:
             saver.save(tmp_path / "c", trainer.exports, trainer.state, CONFIG)
         assert_same_content(read_content(tmp_path / "c"), expected_content(trainer))
 
+    def test_the_ring_is_given_back_when_asked_and_made_anew(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        made: list[int] = []
+        make_ring = staging_module.make_ring
+
+        def recording(size_bytes: int, device: torch.device) -> tuple[Ring, str | None]:
+            made.append(size_bytes)
+            return make_ring(size_bytes, device)
+
+        monkeypatch.setattr(staging_module, "make_ring", recording)
+        trainer = eight_experts()
+        with staged(buffer_bytes=256) as saver:
+            for number in range(3):
+                saver.save(tmp_path / str(number), trainer.exports, trainer.state, CONFIG)
+                if number == 1:
+                    saver.release_buffers()
+        assert made == [512, 512]
+
 
 class TestWholeFiles:
     def test_bytes_are_written_once_and_moved(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

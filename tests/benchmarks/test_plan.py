@@ -67,3 +67,12 @@ def test_deepseek_v3_whole_is_planned_in_no_time_and_no_memory() -> None:
     assert sum(p.optimizer.calls for p in predictions[:8]) == 58 * 256 * 6 * 3
     assert sum(p.optimizer.calls for p in predictions[8:]) == 58 * 8 * 6 * 3
     assert sum(p.optimizer.bytes for p in predictions[:8]) == sum(p.optimizer.bytes for p in predictions[8:])
+
+
+def test_the_ring_of_the_staged_path_is_in_the_peak_of_its_first_save(tmp_path: Path) -> None:
+    case_id = "olmoe-1b-7b/lora8/ep1/l2/bfloat16"
+    outcome = Worker(make_order(tmp_path, "staged", ("memory",), case_id=case_id), 0).run("memory")
+    assert outcome.status == "ok", outcome.error
+    predicted = predict(parse_case(case_id), "staged", 0, 1, "cpu").to_record()
+    for name in ("host_peak_bytes", "host_peak_prepare_bytes", "host_peak_finalize_bytes"):
+        assert outcome.samples[0][name] == pytest.approx(predicted[name], rel=0.1), name
