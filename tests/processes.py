@@ -173,6 +173,7 @@ def _pool() -> _Pool:
 def _serve(descriptor: int) -> None:
     """Run jobs until the parent is gone."""
     faulthandler.register(signal.SIGUSR1, all_threads=True)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # see conftest.py
     torch.set_num_threads(1)
     torch.optim.AdamW([torch.zeros(1)])  # torch imports much at the first one, now and not in the first job
     connection = Connection(descriptor)
