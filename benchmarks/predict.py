@@ -152,7 +152,7 @@ def _finalize_peak_bytes(case: Case, plan: TransferPlan, own: int, shares: list[
         return own
     # Of a window each rank sends its share, packed; what is the coordinator's own is mapped, not held.
     sent = [min(WINDOW_BYTES * share // sum(shares), share // ((1 + COMPONENTS) * case.layers)) for share in shares]
-    return ring + own + (sent[rank] if rank else WINDOWS_HELD * sum(sent[1:]))
+    return ring + own + WINDOWS_HELD * (sent[rank] if rank else sum(sent[1:]))
 
 
 def _row_elements(shape: tuple[int, ...]) -> int:

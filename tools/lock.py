@@ -63,9 +63,7 @@ def main() -> None:
             compile_into(fresh)
             now = fresh.read_text(encoding="utf-8")
         if now != lock:
-            changes = difflib.unified_diff(
-                lock.splitlines(), now.splitlines(), "dev.lock", "needed", n=0, lineterm=""
-            )
+            changes = difflib.unified_diff(lock.splitlines(), now.splitlines(), "dev.lock", "needed", n=0, lineterm="")
             print(*list(changes)[:40], sep="\n")
             sys.exit(f"lock: requirements/dev.lock is not current (changes above): {REMEDY}")
         print("lock: requirements/dev.lock is current")
