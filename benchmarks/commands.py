@@ -119,6 +119,10 @@ def _carry_out(folder: RunFolder, settings: Settings, launcher: Launcher, scratc
     print(f"run: {folder.path}", file=sys.stderr)
     if status == "interrupted":
         return INTERRUPTED
+    timed = {r.identity.path for r in records if r.status == "ok" and r.identity.pass_ == "timing"}
+    if untimed := {arm.name for arm in settings.arms} - timed:
+        print(f"not measured at all: {', '.join(sorted(untimed))}", file=sys.stderr)
+        return INCOMPLETE
     return INCOMPLETE if any(_is_missing(record) for record in records) else FINE
 
 

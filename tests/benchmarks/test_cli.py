@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from benchmarks.cli import main
@@ -81,3 +83,10 @@ def test_scrub_takes_paths_and_names_out(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(module, "_user", lambda: "ada")
     text = scrub(f'File "{module.ROOT}/packckpt/plan.py", node17: ada cannot; adamw can')
     assert text == 'File "<repo>/packckpt/plan.py", <host>: <user> cannot; adamw can'
+
+
+def test_a_run_that_times_nothing_is_not_green(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A time budget may leave cases out, but not every case of a path."""
+    arguments = ["run", "--case", "olmoe-1b-7b/lora8/ep8/l1/bfloat16", "--ranks", "1", "--device", "cpu"]
+    assert main([*arguments, "--time-budget", "1s", "--out", str(tmp_path)]) == 1
+    assert "not measured at all: coalesced, slice, staged" in capsys.readouterr().err
