@@ -172,6 +172,10 @@ def plan_transfers(
     """
     if path not in PATHS:
         raise PackckptError(f"path is {path!r}; expected one of {', '.join(PATHS)}")
+    if state is not None and not isinstance(state, AdamState):
+        raise OptimizerError(
+            f"state is a {type(state).__name__}; expected AdamState.from_optimizer(optimizer, masters=...), or None"
+        )
     checked = check_exports(exports)
     positions = _positions_by_parameter(checked)
     reader = None if state is None else state.reader()

@@ -63,6 +63,9 @@ def restore(
         CheckpointError: the checkpoint has no optimizer state.
     """
     checkpoint.expect_open()
+    if optimizer is None and masters is not None:
+        # The next step would write the old masters over the weights that were restored.
+        raise OptimizerError("masters are given without the optimizer that steps them; pass both, or neither")
     checked = check_exports(exports)
     _expect_keys(checkpoint, checked, subset)
     state = None if optimizer is None else AdamState.from_optimizer(optimizer, masters)

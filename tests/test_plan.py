@@ -11,7 +11,7 @@ from types import FrameType
 import pytest
 import torch
 
-from packckpt import Export, PackckptError, plan_transfers
+from packckpt import Export, OptimizerError, PackckptError, plan_transfers
 from packckpt.plan import TransferPlan
 from tests import emulated
 from tests.builders import Trainer, allocated_on_device, eight_experts, key_of
@@ -193,6 +193,12 @@ def test_explain_is_a_line_a_parameter_and_a_total() -> None:
         f"slice           9 copies  [8, 3, 2]  {key_of('b', 0)} (+2): sparse: rows 0, 2, 4 of 8",
         "coalesced: 12 optimizer copies, 504 bytes",
     ]
+
+
+def test_an_optimizer_in_place_of_its_state_is_refused() -> None:
+    trainer = eight_experts()
+    with pytest.raises(OptimizerError, match=r"state is a AdamW; expected AdamState\.from_optimizer"):
+        plan_transfers(trainer.exports, trainer.optimizer, "slice")  # type: ignore[arg-type]
 
 
 def test_an_unknown_path_is_refused() -> None:

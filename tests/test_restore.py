@@ -475,6 +475,16 @@ MISMATCHES: dict[str, tuple[Callable[[Trainer], None], type[PackckptError], str]
 }  # fmt: skip
 
 
+def test_masters_without_their_optimizer_are_refused(tmp_path: Path) -> None:
+    trainer = Trainer()
+    trainer.packed("a")
+    save(tmp_path / "c", trainer)
+    before = [bytes_of(parameter) for parameter in scrambled(trainer).parameters]
+    with pytest.raises(OptimizerError, match="masters are given without the optimizer that steps them"):
+        load_checkpoint(tmp_path / "c").restore(trainer.exports, None, trainer.masters)
+    assert [bytes_of(parameter) for parameter in trainer.parameters] == before
+
+
 class TestAllOrNothing:
     @pytest.mark.parametrize("kind", MISMATCHES)
     def test_a_mismatch_is_found_before_anything_is_written(self, kind: str, tmp_path: Path) -> None:
