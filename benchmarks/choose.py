@@ -87,6 +87,8 @@ def _default_ranks(device: str, world_size: int | None, share_device: bool) -> t
 
 def _expect_devices(device: str, ranks: tuple[int, ...], share_device: bool) -> None:
     count = device_count(device)
+    if count == 0:
+        raise SettingsError(f"device is {device!r}, and torch sees none of that kind here; expected --device cpu")
     if device == "cpu" or share_device or max(ranks) <= count or "WORLD_SIZE" in os.environ:
         return
     raise SettingsError(

@@ -90,3 +90,15 @@ def test_a_run_that_times_nothing_is_not_green(tmp_path: Path, capsys: pytest.Ca
     arguments = ["run", "--case", "olmoe-1b-7b/lora8/ep8/l1/bfloat16", "--ranks", "1", "--device", "cpu"]
     assert main([*arguments, "--time-budget", "1s", "--out", str(tmp_path)]) == 1
     assert "not measured at all: coalesced, slice, staged" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("more", [[], ["--share-device"]])
+def test_a_gpu_that_is_not_there_is_a_usage_error(
+    more: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("benchmarks.choose.device_count", lambda kind: 0)
+    with pytest.raises(SystemExit) as exit_:
+        main(["run", "--device", "cuda", *more, "--out", str(tmp_path / "runs")])
+    assert exit_.value.code == 2
+    assert "torch sees none of that kind here; expected --device cpu" in capsys.readouterr().err
+    assert not (tmp_path / "runs").exists()
