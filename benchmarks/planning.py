@@ -13,6 +13,7 @@ import torch
 
 from benchmarks.cases import Case
 from benchmarks.devices import default_kind, device_count, open_device
+from benchmarks.errors import DeviceError
 from benchmarks.fit import PROCESS_BYTES, Speeds
 from benchmarks.paths import SAVER_PATHS, parse_arm
 from benchmarks.predict import Prediction, predict
@@ -114,7 +115,8 @@ def _obstacles(planned: Sequence[Planned], device: str, memory_bytes: int) -> li
             f"host memory: {format_bytes(worst.host_bytes)} on path {worst.path}; "
             f"the budget is {format_bytes(memory_bytes)}"
         )
-    if device == "cuda":
+    # A plan for a GPU node may be made on a laptop, which has no GPU memory to compare with.
+    if device == "cuda" and device_count(device):
         free, _ = torch.cuda.mem_get_info(0)
         needed = max(one.device_bytes for one in planned)
         if needed > free:
@@ -128,6 +130,8 @@ def _obstacles(planned: Sequence[Planned], device: str, memory_bytes: int) -> li
 
 def _measured_bandwidth(device: str) -> float:
     """Copy a little to fresh host memory, which is what both paths do."""
+    if not device_count(device):
+        raise DeviceError(f"torch sees no {device} device here to measure; state its speed: --bandwidth 50GiB, say")
     opened = open_device(device, 0)
     source = torch.ones(_PROBE_BYTES, dtype=torch.uint8, device=opened.torch_device)
     watch = Stopwatch(opened)

@@ -75,7 +75,8 @@ def predict(case: Case, implementation: str, rank: int, world_size: int, device_
         host_peak_prepare_bytes=_prepare_peak_bytes(case, plan, on_host),
         host_peak_finalize_bytes=_finalize_peak_bytes(case, plan, own, shares, rank),
         device_peak_bytes=0 if on_host else _device_peak_bytes(case, plan),
-        disk_bytes=own + (sum(shares) if rank == 0 else 0),
+        # Staged, the files of a rank that saves alone are moved, and never stand twice.
+        disk_bytes=own + (sum(shares) if rank == 0 and not (plan.path == "staged" and world_size == 1) else 0),
         resident_host_bytes=resident if on_host else 0,
         resident_device_bytes=0 if on_host else resident,
     )

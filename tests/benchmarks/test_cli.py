@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.cli import main
+from benchmarks.devices import device_count
 from benchmarks.scrub import scrub
 from benchmarks.units import UnitError, format_bytes, format_seconds, parse_bytes, parse_seconds
 
@@ -102,3 +103,16 @@ def test_a_gpu_that_is_not_there_is_a_usage_error(
     assert exit_.value.code == 2
     assert "torch sees none of that kind here; expected --device cpu" in capsys.readouterr().err
     assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.skipif(device_count("cuda") > 0, reason="shows what a machine without a GPU does")
+def test_a_gpu_node_is_planned_on_a_machine_without_one(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["plan", "--case", "qwen3-30b-a3b/lora8/ep1/l2/bfloat16", "--ranks", "1", "--device", "cuda"]
+    with pytest.raises(SystemExit) as exit_:
+        main(arguments)
+    assert exit_.value.code == 2
+    assert "state its speed: --bandwidth" in capsys.readouterr().err
+    assert main([*arguments, "--bandwidth", "20GiB"]) == 0
+    rows = {line.split()[0]: line.split() for line in capsys.readouterr().out.splitlines() if line.startswith("  s")}
+    # Weights and three states: one window each on the device, whose weights fit one buffer, for each of two layers.
+    assert int(rows["staged"][3]) < 10 < int(rows["slice"][3])
