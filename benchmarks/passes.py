@@ -6,6 +6,7 @@ import gc
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.ceiling import measure_ceiling
@@ -27,7 +28,7 @@ TIMELINE_POINTS = 240
 
 
 def _timing(worker: Worker, outcome: Outcome) -> None:
-    worker.saver, worker.trainer  # noqa: B018  # built before the clock starts
+    worker.warm_up()
     for number in range(worker.order.saves):
         directory = worker.next_directory()
         gc.collect()
@@ -35,9 +36,9 @@ def _timing(worker: Worker, outcome: Outcome) -> None:
         worker.barrier()
         energy_before = _energy(worker)
         faults = [minor_faults()]
-        prepared = worker.watch.measure(lambda directory=directory: worker.prepare(directory))  # type: ignore[misc]  # the default is a str for mypy
+        prepared = worker.watch.measure(partial(worker.prepare, directory))
         faults.append(minor_faults())
-        finalized = worker.watch.measure(lambda directory=directory: worker.saver.finalize(directory))  # type: ignore[misc]
+        finalized = worker.watch.measure(partial(worker.saver.finalize, directory))
         faults.append(minor_faults())
         outcome.add_sample(
             number,
@@ -57,7 +58,7 @@ def _timing(worker: Worker, outcome: Outcome) -> None:
 
 
 def _memory(worker: Worker, outcome: Outcome) -> None:
-    worker.saver, worker.trainer  # noqa: B018  # resident before the first peak
+    worker.warm_up()
     for number in range(worker.order.memory_saves):
         directory = worker.next_directory()
         settle_heap()
@@ -76,7 +77,7 @@ def _memory(worker: Worker, outcome: Outcome) -> None:
 
 
 def _timeline(worker: Worker, outcome: Outcome) -> None:
-    worker.saver, worker.trainer  # noqa: B018
+    worker.warm_up()
     worker.expect_warm()
     directory = worker.next_directory()
     settle_heap()
@@ -98,7 +99,7 @@ def _timeline(worker: Worker, outcome: Outcome) -> None:
 
 
 def _observe(worker: Worker, outcome: Outcome) -> None:
-    worker.saver, worker.trainer  # noqa: B018
+    worker.warm_up()
     trainer, directory = worker.trainer, worker.next_directory()
     with ExitStack() as stack:
         waits = None
@@ -140,7 +141,7 @@ def _profile(worker: Worker, outcome: Outcome) -> None:
         for what in COUNTED:
             outcome.add_count(what, "profiled", why)
         return
-    worker.saver, worker.trainer  # noqa: B018
+    worker.warm_up()
     directory = worker.next_directory()
     with profiled() as profile:
         log = worker.prepare(directory)

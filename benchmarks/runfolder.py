@@ -20,6 +20,7 @@ from benchmarks.record import (
     write_run,
 )
 from benchmarks.schema import validate
+from benchmarks.scrub import scrub_command
 from benchmarks.settings import Settings
 from benchmarks.task import Task
 
@@ -57,7 +58,7 @@ class RunFolder:
                 "schema_version": SCHEMA_VERSION,
                 "run_id": path.name,
                 "status": "running",
-                "command": list(command),
+                "command": scrub_command(command),
                 "settings": settings.to_json(),
                 "cases": list(cases),
                 "jobs": [job for task in tasks for job in task.jobs()],

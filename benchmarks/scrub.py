@@ -8,6 +8,7 @@ import socket
 import sys
 import sysconfig
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -31,6 +32,11 @@ def scrub(text: str) -> str:
         if name:
             text = re.sub(rf"\b{re.escape(name)}\b", instead, text)
     return text
+
+
+def scrub_command(arguments: Sequence[str]) -> list[str]:
+    """Return a command line without machine paths: those in the repository as `<repo>/...`, others as `<path>`."""
+    return [re.sub(r"(^|=)/.*", r"\1<path>", scrub(argument)) for argument in arguments]
 
 
 def _user() -> str:

@@ -79,6 +79,10 @@ class Worker:
             self._saver.release_buffers()  # what a saver keeps is in the peak of the first save that is measured
         return self._saver
 
+    def warm_up(self) -> None:
+        """Build saver and trainer now: what that takes is no part of what is measured next."""
+        _ = self.saver, self.trainer
+
     def next_directory(self) -> Path:
         """Return a checkpoint directory that no save has had."""
         self._saves += 1

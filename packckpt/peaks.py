@@ -89,8 +89,7 @@ def _row(tensor: torch.Tensor, export: Export) -> torch.Tensor:
 
 def _packed_bytes(part: torch.Tensor) -> int:
     """Bytes of the dense copy that torch makes of a view with gaps before it can be copied at once."""
-    dense = part.is_contiguous() or part.transpose(-1, -2).is_contiguous() or _is_dense(part)
-    return 0 if dense or _is_cpu(part) else part.numel() * part.element_size()
+    return 0 if _is_dense(part) or _is_cpu(part) else part.numel() * part.element_size()
 
 
 def _is_dense(part: torch.Tensor) -> bool:

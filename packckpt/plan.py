@@ -36,6 +36,13 @@ class Unit:
         """The parameter that the exports are cut from."""
         return self.exports[0].parameter
 
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """The parameter, and what the optimizer holds for it."""
+        state = self.state
+        held = [] if state is None else [state.component(component) for component in COMPONENTS]
+        return [self.parameter, *(tensor for tensor in held if tensor is not None)]
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BlockPlan:

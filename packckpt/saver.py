@@ -20,7 +20,7 @@ from packckpt.errors import ExportError, PackckptError, SaveError
 from packckpt.exports import Export, named
 from packckpt.manifest import portable_config
 from packckpt.merge import MergedKey, blocks_of, merge_entries
-from packckpt.optimizer import COMPONENTS, AdamState, Hyperparameters
+from packckpt.optimizer import AdamState, Hyperparameters
 from packckpt.plan import PATHS, PathName, TransferPlan, plan_transfers
 from packckpt.ranks import Message, Ranks, describe, open_ranks
 from packckpt.reservation import Reservation, reserve
@@ -499,8 +499,7 @@ def _absolute(destination: str | os.PathLike[str]) -> Path:
 def _expect_data(plan: TransferPlan) -> None:
     for block in plan.blocks:
         for unit in block.units:
-            held = (unit.parameter, *(unit.state.component(c) for c in COMPONENTS if unit.state is not None))
-            if any(tensor is not None and tensor.is_meta for tensor in held):
+            if any(tensor.is_meta for tensor in unit.tensors):
                 raise ExportError(
                     f"{unit.exports[0].key}: the parameter, or what the optimizer holds for it, is on the meta device "
                     "and has no data; expected tensors with data"
@@ -512,13 +511,7 @@ def _devices(plan: TransferPlan) -> set[torch.device]:
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         # What is on the host may still be on its way there from the device that the trainer uses.
         devices.add(torch.device("cuda", torch.cuda.current_device()))
-    for block in plan.blocks:
-        for unit in block.units:
-            devices.add(unit.parameter.device)
-            for component in COMPONENTS if unit.state is not None else ():
-                value = unit.state.component(component) if unit.state is not None else None
-                if value is not None:
-                    devices.add(value.device)
+    devices.update(tensor.device for block in plan.blocks for unit in block.units for tensor in unit.tensors)
     return devices
 
 
