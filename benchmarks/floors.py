@@ -7,6 +7,7 @@ no absolute time of a shared machine says anything by itself.
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 import shutil
 import statistics
@@ -17,8 +18,9 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
+import numpy as np
 import torch
 
 from benchmarks.cases import parse_case
@@ -29,6 +31,7 @@ from packckpt import CheckpointSaver, load_checkpoint
 
 T = TypeVar("T")
 _PIECE_BYTES = 8 << 20
+_READ_BYTES = 1 << 20  # the quickest of 256 KiB, 1 MiB and 8 MiB: still in the cache when it is hashed
 
 
 @dataclass(slots=True)
@@ -48,9 +51,9 @@ class Samples:
         """Return the median of a name's samples."""
         return statistics.median(self.seconds[name])
 
-    def ratio(self, name: str, base: str) -> float:
-        """Return the ratio of two medians."""
-        return self.median(name) / self.median(base)
+    def ratio(self, name: str, *bases: str) -> float:
+        """Return the ratio of a median to the sum of others."""
+        return self.median(name) / sum(map(self.median, bases))
 
 
 def measure(case: str, rounds: int, scratch: Path | None = None) -> tuple[Samples, int]:
@@ -93,14 +96,15 @@ def report(samples: Samples, size_bytes: int) -> str:
     ]
     floor = max("hash", "write", key=samples.median)
     claims = [
-        ("staged save", "slice save", 1 / 3),
-        ("staged save", floor, 2.0),
-        ("restore", "read and hash", 1.5),
+        ("staged save", ("slice save",), 1 / 3),
+        ("staged save", (floor,), 2.0),
+        ("restore", ("read and hash",), 1.5),
+        ("restore", ("read and hash", "transpose"), 1.5),
     ]
     lines.append("")
     lines += [
-        f"  {name} / {base}: {samples.ratio(name, base):.2f} (wanted: at most {limit:.2f})"
-        for name, base, limit in claims
+        f"  {name} / {' + '.join(bases)}: {samples.ratio(name, *bases):.2f} (wanted: at most {limit:.2f})"
+        for name, bases, limit in claims
         if name in samples.seconds
     ]
     return "\n".join(lines)
@@ -127,6 +131,10 @@ def _floors(samples: Samples, data: dict[Path, bytes], plain: Path, where: Path)
     plain.unlink()
     with samples.time("read and hash"):
         _on_all_cores(_hash_file, list(data))
+    pieces = [np.frombuffer(piece[: len(piece) // 64 * 64], np.int32) for piece in _halves(list(data.values()))]
+    places = [(piece, np.zeros_like(piece)) for piece in pieces]
+    with samples.time("transpose"):
+        _on_all_cores(_transpose, places)
 
 
 def _restore(samples: Samples, where: Path, trainer: Trainer) -> None:
@@ -142,6 +150,13 @@ def _halves(contents: list[bytes]) -> list[memoryview]:
     return [piece[at : at + _PIECE_BYTES] for piece in pieces for at in range(0, len(piece), _PIECE_BYTES)]
 
 
+def _transpose(place: tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]) -> None:
+    """Copy the transposes of matrices like those of an adapter of rank 8."""
+    source, destination = place
+    rows = math.gcd(len(source), 8 * 2048) // 8
+    np.copyto(destination.reshape(-1, rows, 8), source.reshape(-1, 8, rows).transpose(0, 2, 1))
+
+
 def _on_all_cores(work: Callable[[T], object], items: list[T]) -> None:
     with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
         list(pool.map(work, items))
@@ -149,7 +164,7 @@ def _on_all_cores(work: Callable[[T], object], items: list[T]) -> None:
 
 def _hash_file(path: Path) -> str:
     digest = hashlib.blake2b(digest_size=32)
-    buffer = memoryview(bytearray(_PIECE_BYTES))
+    buffer = memoryview(bytearray(_READ_BYTES))
     with open(path, "rb", buffering=0) as file:
         while count := file.readinto(buffer):
             digest.update(buffer[:count])

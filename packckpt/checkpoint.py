@@ -12,12 +12,13 @@ import torch
 from packckpt.errors import CheckpointError
 from packckpt.manifest import ADAPTER_FILE
 from packckpt.optimizer import COMPONENTS, Hyperparameters
-from packckpt.tensorfile import TensorFileReader, TensorSpec
+from packckpt.tensorfile import TensorSpec
+from packckpt.tensorreader import spec_of
 from packckpt.verify import Contents, verified_contents
 from packckpt.windows import WEIGHTS
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Iterator, Sequence
 
     from packckpt.exports import Export
 
@@ -40,33 +41,36 @@ class Checkpoint:
     """
 
     def __init__(self, contents: Contents) -> None:
-        self._contents = contents
-        self._files = {name: TensorFileReader(contents.root / name) for name in contents.tensors}
+        self._root = contents.root
+        self._config = contents.config
+        self._manifest = contents.manifest
+        self._exported = contents.files[ADAPTER_FILE].entries
+        self._files = dict(contents.files)
 
     @property
     def path(self) -> Path:
         """The directory that was loaded."""
-        return self._contents.root
+        return self._root
 
     @property
     def config(self) -> dict[str, Any]:
         """The adapter configuration as it was written."""
-        return self._contents.config
+        return self._config
 
     @property
     def keys(self) -> tuple[str, ...]:
         """The exported keys, in string order."""
-        return tuple(sorted(self._contents.tensors[ADAPTER_FILE]))
+        return tuple(sorted(self._exported))
 
     @property
     def optimizer(self) -> Hyperparameters | None:
         """The hyper-parameters, or None where no optimizer was saved."""
-        return self._contents.manifest.optimizer
+        return self._manifest.optimizer
 
     @property
     def digest(self) -> str:
         """The BLAKE2b-256 hex digest of the manifest."""
-        return self._contents.manifest.digest
+        return self._manifest.digest
 
     def spec(self, key: str) -> TensorSpec:
         """Return dtype and shape of an exported value without reading it.
@@ -75,7 +79,7 @@ class Checkpoint:
             CheckpointError: no such key.
         """
         try:
-            return self._contents.tensors[ADAPTER_FILE][key]
+            return spec_of(key, self._exported[key])
         except KeyError:
             raise CheckpointError(f"{self.path}: has no key {key}; it has {len(self.keys)} others") from None
 
@@ -103,14 +107,41 @@ class Checkpoint:
             component: "lora" for the exported value, or "master", "exp_avg", "exp_avg_sq".
             key: of the export.
         """
-        if component == WEIGHTS:
-            self.spec(key)
-            name = ADAPTER_FILE
-        else:
-            self.step(key)
-            name = self._contents.manifest.parameters[key][COMPONENTS.index(component)]
+        ((_, stack),) = self.stacks(component, [key])
+        return stack[0]
+
+    def stacks(self, component: str, keys: Sequence[str]) -> Iterator[tuple[list[int], torch.Tensor]]:
+        """Yield tensors as views of their files, many of one shape as one view where they lie evenly.
+
+        Args:
+            component: as for `view`.
+            keys: of the exports.
+
+        Yields:
+            positions in `keys`, and a tensor `[positions, out, in]` that must not be written to.
+
+        Raises:
+            CheckpointError: no such key, no optimizer was saved, or the checkpoint was closed.
+        """
         self.expect_open()
-        return self._files[name].tensor(key)
+        positions_of: dict[str, list[int]] = {}
+        for position, key in enumerate(keys):
+            positions_of.setdefault(self._file_of(component, key), []).append(position)
+        for name, positions in positions_of.items():
+            for found, stack in self._files[name].stacks([keys[position] for position in positions]):
+                yield [positions[index] for index in found], stack
+
+    def _file_of(self, component: str, key: str) -> str:
+        if key not in self._exported:
+            self.spec(key)  # raises
+        if component == WEIGHTS:
+            return ADAPTER_FILE
+        self._expect_optimizer(key)
+        return self._manifest.parameters[key][COMPONENTS.index(component)]
+
+    def _expect_optimizer(self, key: str) -> None:
+        if self.optimizer is None:
+            raise CheckpointError(f"{self.path}: was saved without an optimizer; there is no state of {key}")
 
     def expect_open(self) -> None:
         """Refuse to go on with a checkpoint that was closed.
@@ -124,9 +155,8 @@ class Checkpoint:
     def step(self, key: str) -> int:
         """Return the step count of a key; errors as for `state`."""
         self.spec(key)
-        if self.optimizer is None:
-            raise CheckpointError(f"{self.path}: was saved without an optimizer; there is no state of {key}")
-        return int(self._contents.manifest.steps[key])
+        self._expect_optimizer(key)
+        return int(self._manifest.steps[key])
 
     def restore(
         self,

@@ -93,7 +93,7 @@ def cut_shard(key: str, whole: torch.Tensor, shard: Shard | None, shape: tuple[i
 
     Args:
         key: names the tensor in errors.
-        whole: the tensor of the checkpoint, 2-D.
+        whole: the tensor of the checkpoint, `[..., out, in]`: one, or many of one shape.
         shard: the part that is wanted, or None for all of it.
         shape: the shape that the part must have.
 
@@ -102,11 +102,11 @@ def cut_shard(key: str, whole: torch.Tensor, shard: Shard | None, shape: tuple[i
     """
     if shard is None:
         return _expect_shape(key, whole, shape)
-    local_sizes, sizes, dim = shard.local_component_sizes, shard.component_sizes, shard.dim
+    local_sizes, sizes, dim = shard.local_component_sizes, shard.component_sizes, shard.dim - 2
     if local_sizes is not None and sizes is not None:
         if sum(sizes) != whole.shape[dim]:
             raise ExportError(
-                f"{key}: shape {list(whole.shape)} is not the sum of component_sizes {sizes} on axis {dim}"
+                f"{key}: shape {list(whole.shape[-2:])} is not the sum of component_sizes {sizes} on axis {shard.dim}"
             )
         pieces = [
             piece.narrow(dim, shard.rank * size, size)
@@ -119,8 +119,9 @@ def cut_shard(key: str, whole: torch.Tensor, shard: Shard | None, shape: tuple[i
 
 
 def _expect_shape(key: str, part: torch.Tensor, shape: tuple[int, int]) -> torch.Tensor:
-    if tuple(part.shape) != shape:
-        raise ExportError(f"{key}: the checkpoint has shape {list(part.shape)} for it, the export {list(shape)}")
+    found = tuple(part.shape[-2:])
+    if found != shape:
+        raise ExportError(f"{key}: the checkpoint has shape {list(found)} for it, the export {list(shape)}")
     return part
 
 

@@ -4,21 +4,26 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
-from packckpt.exports import Export
+from packckpt.exports import Export, Shard
 from packckpt.merge import cut_shard
+from packckpt.progressions import progressions
 from packckpt.ring import Ring, Slot
 from packckpt.staging import make_ring
-from packckpt.transfer import reorder
-from packckpt.windows import DEFAULT_BUFFER_BYTES, progressions
+from packckpt.strands import MOST_THREADS, usable_cores
+from packckpt.transfer import reorder, same_bits
+from packckpt.windows import DEFAULT_BUFFER_BYTES
 
-# (key) -> the whole tensor of that key in the checkpoint
-Source = Callable[[str], torch.Tensor]
+# (keys) -> their whole tensors in the checkpoint: positions in keys, and a tensor `[positions, out, in]`
+Source = Callable[[Sequence[str]], Iterator[tuple[list[int], torch.Tensor]]]
+_JOB_BYTES = 2 << 20  # of rows that one thread writes at a time
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,9 +38,10 @@ class Placer:
     """Writes exported tensors into tensors of the trainer.
 
     On an accelerator the rows of a packed tensor are laid side by side in a ring of two buffers, arrive in one
-    copy (in several where they do not fit a buffer), and are transposed there. On the CPU each goes to its place
-    directly: rows are small, and threads would wait for one another's turn with the interpreter (two of them took half
-    as long again as one). Use it as a context manager: all is in place when it is left.
+    copy (in several where they do not fit a buffer), and are transposed there. On the CPU they go to their places
+    directly. Rows that lie evenly in their file are one operation, on as many threads as help: row by row, threads
+    would wait for one another's turn with the interpreter. Use it as a context manager: all is in place when it is
+    left.
 
     Args:
         largest_bytes: the largest exported tensor in any dtype; a buffer holds at least one.
@@ -47,11 +53,16 @@ class Placer:
         self._buffer_bytes = max(buffer_bytes, largest_bytes)
         self._ring: Ring | None = None
         self._in_flight: deque[_InFlight] = deque()
+        self._threads = ThreadPoolExecutor(min(MOST_THREADS, usable_cores()), "packckpt-place")
+        self._writes: list[Future[None]] = []
 
     def __enter__(self) -> Placer:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self._threads.shutdown(cancel_futures=kind is not None)
+        if kind is None:
+            self._finish_writes()
         while kind is None and self._in_flight:
             self._wait_for_oldest()
 
@@ -67,11 +78,12 @@ class Placer:
         Args:
             destination: the parameter, its master or a moment; any strides, any dtype.
             exports: the rows that are written, or the one export of a whole parameter.
-            source: gives the tensor of a key.
+            source: gives the tensors of keys.
         """
         destination = destination.detach()
         if destination.device.type == "cpu":
-            _place_on_host(destination, exports, source)
+            packed = destination if exports[0].expert is not None else destination[None]
+            self._fill(packed.transpose(1, 2), [export.expert or 0 for export in exports], exports, source)
             return
         row_bytes = math.prod(exports[0].shape) * destination.element_size()
         per_buffer = max(1, self._buffer_bytes // max(1, row_bytes))
@@ -84,8 +96,8 @@ class Placer:
         slot = self._acquire(destination.device, math.prod(shape) * destination.element_size())
         # In the destination's dtype, so that no more bytes cross than stay; narrowing a widened value is exact.
         host = slot.memory.view(destination.dtype).view(shape)
-        for position, export in enumerate(exports):
-            reorder(host[position], _part(export, source))
+        self._fill(host, range(len(exports)), exports, source)
+        self._finish_writes()
         # Without blocking on CUDA alone, whose events say when host memory may change again.
         overlapped = host.is_pinned() and destination.device.type == "cuda"
         device = host.to(destination.device, non_blocking=overlapped)
@@ -98,6 +110,25 @@ class Placer:
             stop = start + len(rows)
             destination[rows.start : rows.stop : rows.step].copy_(device[start:stop].transpose(1, 2))
             start = stop
+
+    def _fill(self, destination: torch.Tensor, rows: Sequence[int], exports: Sequence[Export], source: Source) -> None:
+        """Begin to write exports to rows of a host tensor `[rows, out, in]`, of any strides."""
+        by_shard: dict[Shard | None, list[int]] = {}
+        for position, export in enumerate(exports):
+            by_shard.setdefault(export.shard, []).append(position)
+        for positions in by_shard.values():
+            first = exports[positions[0]]
+            for found, stack in source([exports[position].key for position in positions]):
+                step = max(1, _JOB_BYTES // max(1, stack[0].numel() * stack.element_size()))
+                for start in range(0, len(found), step):
+                    where = [rows[positions[index]] for index in found[start : start + step]]
+                    part = stack[start : start + step]
+                    self._writes.append(self._threads.submit(_write_rows, destination, where, first, part))
+
+    def _finish_writes(self) -> None:
+        for write in self._writes:
+            write.result()
+        self._writes.clear()
 
     def _acquire(self, device: torch.device, count_bytes: int) -> Slot:
         self.make_room([device])
@@ -112,10 +143,14 @@ class Placer:
         oldest.slot.release()
 
 
-def _place_on_host(destination: torch.Tensor, exports: Sequence[Export], source: Source) -> None:
-    for export in exports:
-        row = destination if export.expert is None else destination[export.expert]
-        reorder(row, _part(export, source).T)
+def _write_rows(destination: torch.Tensor, rows: Sequence[int], export: Export, stack: torch.Tensor) -> None:
+    """Write what an export's shard takes of every tensor of a stack to the given rows."""
+    parts = cut_shard(export.key, stack, export.shard, export.shape)
+    if len(rows) == 1 or parts.dtype is not destination.dtype:
+        for row, part in zip(rows, parts, strict=True):
+            reorder(destination[row], part)
+        return
+    same_bits(destination)[np.array(rows)] = same_bits(parts)
 
 
 def _departure(device: torch.device) -> Callable[[], None]:
@@ -126,7 +161,3 @@ def _departure(device: torch.device) -> Callable[[], None]:
     event.record(torch.cuda.current_stream(device))
     wait: Callable[[], None] = event.synchronize
     return wait
-
-
-def _part(export: Export, source: Source) -> torch.Tensor:
-    return cut_shard(export.key, source(export.key), export.shard, export.shape)

@@ -70,8 +70,9 @@ def restore(
     _expect_keys(checkpoint, checked, subset)
     state = None if optimizer is None else AdamState.from_optimizer(optimizer, masters)
     targets = _targets(checkpoint, checked, state)
+    fitting: set[object] = set()
     for target in targets:
-        _expect_fitting(checkpoint, target)
+        _expect_fitting(checkpoint, target, fitting)
     _expect_distinct(targets)
     if state is not None:
         _warn_hyperparameters(checkpoint.optimizer, state.hyperparameters())
@@ -81,7 +82,7 @@ def restore(
     with torch.no_grad(), Placer(largest_bytes) as placer:
         placer.make_room(target.parameter.device for target in targets)
         for target, entry in zip(targets, entries, strict=True):
-            placer.place(target.parameter, target.exports, partial(checkpoint.view, WEIGHTS))
+            placer.place(target.parameter, target.exports, partial(checkpoint.stacks, WEIGHTS))
             if target.state is not None:
                 _place_state(checkpoint, target, target.state.master, entry, placer)
     for target, entry in zip(targets, entries, strict=True):
@@ -121,7 +122,8 @@ def _targets(checkpoint: Checkpoint, exports: Sequence[Export], state: AdamState
     return targets
 
 
-def _expect_fitting(checkpoint: Checkpoint, target: _Target) -> None:
+def _expect_fitting(checkpoint: Checkpoint, target: _Target, fitting: set[object]) -> None:
+    """Refuse what cannot be placed; `fitting` holds the cuts that are known to be possible."""
     rows: dict[int | None, str] = {}
     for export in target.exports:
         spec = checkpoint.spec(export.key)
@@ -130,8 +132,11 @@ def _expect_fitting(checkpoint: Checkpoint, target: _Target) -> None:
                 f"{export.key}: the checkpoint has dtype {spec.dtype}, the parameter {target.parameter.dtype}; "
                 "expected one dtype"
             )
-        # Without data: shapes decide whether the part can be cut.
-        cut_shard(export.key, torch.empty(spec.shape, device="meta"), export.shard, export.shape)
+        cut = (spec.shape, export.shard, export.shape)
+        if cut not in fitting:
+            # Without data: shapes decide whether the part can be cut.
+            cut_shard(export.key, torch.empty(spec.shape, device="meta"), export.shard, export.shape)
+            fitting.add(cut)
         if rows.setdefault(export.expert, export.key) != export.key:
             raise ExportError(
                 f"{export.key}: goes to the same place as {rows[export.expert]} (row {export.expert}); name one of them"
@@ -199,9 +204,9 @@ def _place_state(
     checkpoint: Checkpoint, target: _Target, master: torch.Tensor, entry: Mapping[str, Any], placer: Placer
 ) -> None:
     if master is not target.parameter:
-        placer.place(master, target.exports, partial(checkpoint.view, "master"))
+        placer.place(master, target.exports, partial(checkpoint.stacks, "master"))
     for name in MOMENTS:
-        placer.place(entry[name], target.exports, partial(checkpoint.view, name))
+        placer.place(entry[name], target.exports, partial(checkpoint.stacks, name))
 
 
 def _step_like(old: object, step: int, master: torch.Tensor, group: Mapping[str, Any]) -> object:

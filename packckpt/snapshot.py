@@ -15,7 +15,8 @@ from packckpt.disk import remove_tree
 from packckpt.dtypes import DTYPE_OF_NAME, NAME_OF_DTYPE
 from packckpt.exports import Export, Shard, block_of
 from packckpt.plan import TransferPlan
-from packckpt.tensorfile import TensorFileReader, write_tensors
+from packckpt.tensorfile import write_tensors
+from packckpt.tensorreader import TensorFileReader
 from packckpt.transfer import Path as TransferPath
 from packckpt.transfer import TransferLog
 

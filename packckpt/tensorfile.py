@@ -9,19 +9,18 @@ from __future__ import annotations
 
 import hashlib
 import json
-import mmap
 import os
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from types import TracebackType
-from typing import IO, Any
+from typing import IO
 
 import torch
 
 from packckpt.disk import create_file, naming, sync_file
-from packckpt.dtypes import DTYPE_OF_NAME, NAME_OF_DTYPE
+from packckpt.dtypes import NAME_OF_DTYPE
 
 BATCH_BYTES = 1 << 20  # packed copies of small tensors that are written together
 _MOST_VECTORS = 1024  # of one vectored write, by POSIX's common limit
@@ -141,43 +140,6 @@ def _write_all(descriptor: int, parts: Sequence[memoryview]) -> None:
             written -= len(left.popleft())
         if written:
             left[0] = left[0][written:]
-
-
-class TensorFileReader:
-    """Look at the tensors of a file without reading it: what is looked at is paged in.
-
-    The file is one that this package wrote, or that safetensors accepted. It stays open until the reader and all
-    views are gone. Memory: pages that the system takes back when it needs them.
-    """
-
-    def __init__(self, path: str | os.PathLike[str]) -> None:
-        with open(path, "rb") as file:
-            # Private and writable: torch warns about views of memory that it may not write.
-            self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-        self._start = 8 + int.from_bytes(self._map[:8], "little")
-        self._entries: dict[str, dict[str, Any]] = json.loads(self._map[8 : self._start])
-        self._entries.pop("__metadata__", None)
-
-    def entries(self) -> Iterator[tuple[str, str, list[int]]]:
-        """Yield name, dtype as the header has it, and shape of every tensor."""
-        for name, entry in self._entries.items():
-            yield name, entry["dtype"], entry["shape"]
-
-    def bytes(self, name: str) -> memoryview:
-        """Return the bytes of a tensor; nothing is copied."""
-        begin, end = self._entries[name]["data_offsets"]
-        return memoryview(self._map)[self._start + begin : self._start + end]
-
-    def tensor(self, name: str) -> torch.Tensor:
-        """Return a tensor, as a view of the file that nobody may write to."""
-        entry = self._entries[name]
-        dtype, shape = DTYPE_OF_NAME[entry["dtype"]], entry["shape"]
-        data: bytearray | memoryview = self.bytes(name)
-        if not len(data):
-            return torch.empty(shape, dtype=dtype)
-        if (self._start + entry["data_offsets"][0]) % dtype.itemsize:
-            data = bytearray(data)  # a file of several dtypes has no gaps, so what follows may not be aligned
-        return torch.frombuffer(data, dtype=dtype).view(shape)
 
 
 def write_tensors(path: str | os.PathLike[str], tensors: Mapping[str, torch.Tensor]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import torch
@@ -221,5 +221,10 @@ def reorder(destination: torch.Tensor, source: torch.Tensor) -> None:
     if source.dtype is not destination.dtype:
         destination.copy_(source)
         return
-    bits = _BITS_OF_ITEMSIZE[source.element_size()]
-    np.copyto(destination.view(bits).numpy(), source.view(bits).numpy())
+    np.copyto(same_bits(destination), same_bits(source))
+
+
+def same_bits(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
+    """Return a host tensor as an array of integers of the same size: numpy lacks some of torch's dtypes."""
+    array: np.ndarray[Any, Any] = tensor.view(_BITS_OF_ITEMSIZE[tensor.element_size()]).numpy()
+    return array

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,7 +26,7 @@ from packckpt.manifest import (
     safe_file,
 )
 from packckpt.strands import MOST_THREADS, usable_cores
-from packckpt.tensorfile import TensorFileReader, TensorSpec
+from packckpt.tensorreader import Entry, Headers, TensorFileReader
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,13 +36,13 @@ class Contents:
     Attributes:
         root: its directory.
         manifest, config: what its JSON files say.
-        tensors: relative path of a tensor file to its tensors by name.
+        files: its tensor files, open, by relative path.
     """
 
     root: Path
     manifest: Manifest
     config: dict[str, Any]
-    tensors: dict[str, dict[str, TensorSpec]]
+    files: dict[str, TensorFileReader]
 
 
 def verify_checkpoint(path: str | os.PathLike[str]) -> str:
@@ -61,9 +61,11 @@ def verified_contents(path: str | os.PathLike[str]) -> Contents:
     """Verify a checkpoint and return what it holds; see `verify_checkpoint`."""
     root = Path(path)
     manifest = read_manifest(root)
-    problems = list(_digest_problems(root, manifest))
+    looked = _look_at_files(root, manifest.files)
+    problems = [found for found in looked.values() if isinstance(found, str)]
     if not problems:
-        contents = Contents(root, manifest, read_json(root / CONFIG_FILE), _headers(root, manifest))
+        files = {name: found for name, found in sorted(looked.items()) if isinstance(found, TensorFileReader)}
+        contents = Contents(root, manifest, read_json(root / CONFIG_FILE), files)
         problems = list(_content_problems(contents))
         if not problems:
             return contents
@@ -76,11 +78,23 @@ def unlisted_files(root: Path, manifest: Manifest) -> list[str]:
     return sorted(found - set(manifest.files) - {"checkpoint.json"})
 
 
-def _digest_problems(root: Path, manifest: Manifest) -> Iterator[str]:
+def _look_at_files(root: Path, files: Mapping[str, str]) -> dict[str, TensorFileReader | str | None]:
+    """Return for every file its reader, what is wrong with it, or None if it is fine and holds no tensors."""
+    headers: Headers = {}
     # Hashing and reading release the interpreter's lock; a file is one chain, so files go side by side.
     with ThreadPoolExecutor(min(MOST_THREADS, usable_cores())) as pool:
-        problems = pool.map(lambda item: _digest_problem(root, *item), manifest.files.items())
-        yield from (problem for problem in problems if problem is not None)
+        found = pool.map(lambda name: _look_at(root, name, files[name], headers), files)
+        return dict(zip(files, found, strict=True))
+
+
+def _look_at(root: Path, relative: str, expected: str, headers: Headers) -> TensorFileReader | str | None:
+    problem = _digest_problem(root, relative, expected)
+    if problem is not None or relative == CONFIG_FILE:
+        return problem
+    try:
+        return _open_tensors(root / relative, headers)
+    except CheckpointError as error:
+        return str(error)
 
 
 def _digest_problem(root: Path, relative: str, expected: str) -> str | None:
@@ -95,24 +109,17 @@ def _digest_problem(root: Path, relative: str, expected: str) -> str | None:
     return None
 
 
-def _headers(root: Path, manifest: Manifest) -> dict[str, dict[str, TensorSpec]]:
-    names = sorted(name for name in manifest.files if name != CONFIG_FILE)
-    return {name: _header(root / name) for name in names}
-
-
-def _header(path: Path) -> dict[str, TensorSpec]:
+def _open_tensors(path: Path, headers: Headers) -> TensorFileReader:
     try:
         with safe_open(path, framework="pt", device="cpu"):
             pass  # opening it checks lengths, offsets and gaps
-        return {name: _spec(path, name, dtype, shape) for name, dtype, shape in TensorFileReader(path).entries()}
     except SafetensorError as error:
         raise CheckpointError(f"{path}: not a safetensors file: {error}") from None
-
-
-def _spec(path: Path, name: str, dtype: str, shape: list[int]) -> TensorSpec:
-    if dtype not in DTYPE_OF_NAME:
-        raise CheckpointError(f"{path}: {name} has dtype {dtype}; expected one of {', '.join(DTYPE_OF_NAME)}")
-    return TensorSpec(name, DTYPE_OF_NAME[dtype], tuple(shape))
+    reader = TensorFileReader(path, headers)
+    for name, (dtype, *_) in reader.entries.items():
+        if dtype not in DTYPE_OF_NAME:
+            raise CheckpointError(f"{path}: {name} has dtype {dtype}; expected one of {', '.join(DTYPE_OF_NAME)}")
+    return reader
 
 
 def _content_problems(contents: Contents) -> Iterator[str]:
@@ -123,10 +130,10 @@ def _content_problems(contents: Contents) -> Iterator[str]:
         )
     if config.get(FORMAT_KEY) != FORMAT_NAME:
         yield f"{root / CONFIG_FILE}: {FORMAT_KEY} is {config.get(FORMAT_KEY)!r}; expected {FORMAT_NAME!r}"
-    adapter = contents.tensors[ADAPTER_FILE]
-    for key, spec in adapter.items():
-        if len(spec.shape) != 2:
-            yield f"{root / ADAPTER_FILE}: {key} has shape {list(spec.shape)}; expected two axes"
+    adapter = contents.files[ADAPTER_FILE].entries
+    for key, (_, shape, *_) in adapter.items():
+        if len(shape) != 2:
+            yield f"{root / ADAPTER_FILE}: {key} has shape {list(shape)}; expected two axes"
     if manifest.optimizer is None:
         return
     for key in sorted(set(adapter) ^ set(manifest.parameters)):
@@ -135,24 +142,24 @@ def _content_problems(contents: Contents) -> Iterator[str]:
     yield from _optimizer_problems(contents, adapter)
 
 
-def _optimizer_problems(contents: Contents, adapter: dict[str, TensorSpec]) -> Iterator[str]:
-    used: dict[str, set[str]] = {name: set() for name in contents.tensors if name != ADAPTER_FILE}
+def _optimizer_problems(contents: Contents, adapter: Mapping[str, Entry]) -> Iterator[str]:
+    used: dict[str, set[str]] = {name: set() for name in contents.files if name != ADAPTER_FILE}
     for key, names in contents.manifest.parameters.items():
         for name in names:
             if name in (ADAPTER_FILE, CONFIG_FILE):
                 yield f"{contents.root}: {key}: {name} is listed as an optimizer file"
                 continue
             used[name].add(key)
-            spec = contents.tensors[name].get(key)
-            expected = adapter.get(key)
-            if spec is None:
+            found = contents.files[name].entries.get(key)
+            if found is None:
                 yield f"{contents.root / name}: has no tensor {key}, which the manifest looks for there"
-            elif spec.dtype is not STATE_DTYPE:
-                yield f"{contents.root / name}: {key} has dtype {NAME_OF_DTYPE[spec.dtype]}; expected F32"
-            elif expected is not None and spec.shape != expected.shape:
-                yield (
-                    f"{contents.root / name}: {key} has shape {list(spec.shape)}, the adapter {list(expected.shape)}"
-                )
+                continue
+            dtype, shape, *_ = found
+            expected = adapter[key][1] if key in adapter else shape
+            if dtype != NAME_OF_DTYPE[STATE_DTYPE]:
+                yield f"{contents.root / name}: {key} has dtype {dtype}; expected F32"
+            elif shape != expected:
+                yield f"{contents.root / name}: {key} has shape {list(shape)}, the adapter {list(expected)}"
     for name, keys in used.items():
-        for key in sorted(set(contents.tensors[name]) - keys):
+        for key in sorted(set(contents.files[name].entries) - keys):
             yield f"{contents.root / name}: holds {key}, which the manifest does not look for there"

@@ -11,6 +11,7 @@ from packckpt.dtypes import STATE_DTYPE
 from packckpt.errors import ExportError
 from packckpt.exports import Export
 from packckpt.optimizer import COMPONENTS, ParameterState
+from packckpt.progressions import progressions
 
 WEIGHTS = "lora"
 DEFAULT_BUFFER_BYTES = 64 << 20
@@ -237,18 +238,3 @@ def _runs(pieces: Iterable[Piece]) -> list[Run]:
     # Where a piece lies in the buffer is free, so rows ascend: a complete parameter is then one plain slice.
     ascending = [Run(tuple(sorted(group, key=lambda piece: piece.export.expert or 0))) for group in packed.values()]
     return [*ascending, *single]
-
-
-def progressions(rows: Sequence[int]) -> list[range]:
-    """Split ascending rows into as few slices as a look ahead of one finds: `0, 1, 2, 6, 8` is `0..2`, `6, 8`."""
-    slices: list[range] = []
-    start = 0
-    while start < len(rows):
-        stop = start + 1
-        # A row that is exported under two keys stands twice, and no slice holds it twice.
-        step = max(1, rows[stop] - rows[start]) if stop < len(rows) else 1
-        while stop < len(rows) and rows[stop] - rows[stop - 1] == step:
-            stop += 1
-        slices.append(range(rows[start], rows[stop - 1] + 1, step))
-        start = stop
-    return slices

@@ -15,9 +15,9 @@ import torch
 
 from packckpt import CheckpointSaver, ExportError, PackckptError, load_checkpoint, plan_transfers, predicted_peaks
 from packckpt import staging as staging_module
+from packckpt.progressions import progressions
 from packckpt.ring import Ring, Slot
 from packckpt.tensorfile import TensorFileWriter
-from packckpt.windows import progressions
 from tests import emulated
 from tests.builders import (
     CONFIG,
