@@ -27,20 +27,22 @@ ALLOWED: dict[str, set[str]] = {
     "ring": set(),
     "exports": {"dtypes", "errors"},
     "optimizer": {"dtypes", "errors"},
-    "windows": {"dtypes", "errors", "exports", "optimizer"},
+    "progressions": set(),
+    "windows": {"dtypes", "errors", "exports", "optimizer", "progressions"},
     "plan": {"dtypes", "errors", "exports", "optimizer", "windows"},
     "transfer": {"dtypes", "errors", "optimizer", "plan"},
     "tensorfile": {"disk", "dtypes"},
+    "tensorreader": {"dtypes", "progressions", "tensorfile"},
     "peaks": {"dtypes", "exports", "optimizer", "plan", "tensorfile"},
     "manifest": {"errors", "optimizer", "tensorfile"},
     "staging": {"ring", "tensorfile", "transfer", "windows"},
-    "snapshot": {"disk", "dtypes", "exports", "plan", "tensorfile", "transfer"},
+    "snapshot": {"disk", "dtypes", "exports", "plan", "tensorfile", "tensorreader", "transfer"},
     "staged": {
         "disk", "exports", "manifest", "optimizer", "snapshot", "staging", "strands", "tensorfile", "transfer",
         "windows",
     },
     "merge": {"errors", "exports", "snapshot", "tensorfile"},
-    "verify": {"dtypes", "errors", "manifest", "strands", "tensorfile"},
+    "verify": {"dtypes", "errors", "manifest", "strands", "tensorreader"},
     "commit": {
         "disk", "dtypes", "errors", "manifest", "merge", "optimizer", "strands", "tensorfile", "verify", "windows",
     },
@@ -50,8 +52,8 @@ ALLOWED: dict[str, set[str]] = {
         "commit", "errors", "exports", "manifest", "merge", "optimizer", "plan", "ranks", "reservation",
         "snapshot", "staged", "staging", "transfer", "turns", "windows",
     },
-    "checkpoint": {"errors", "manifest", "optimizer", "tensorfile", "verify", "windows"},
-    "placing": {"exports", "merge", "ring", "staging", "transfer", "windows"},
+    "checkpoint": {"errors", "manifest", "optimizer", "tensorfile", "tensorreader", "verify", "windows"},
+    "placing": {"exports", "merge", "progressions", "ring", "staging", "strands", "transfer", "windows"},
     "restore": {"errors", "exports", "merge", "optimizer", "placing", "windows"},
     "inspect": {"checkpoint", "dtypes", "exports", "optimizer", "tensorfile"},
     "diff": {"checkpoint", "dtypes", "optimizer", "windows"},
@@ -133,7 +135,7 @@ class TestDirection:
         }
 
         assert {name: calls for name, calls in found.items() if calls} == {
-            "transfer": ["copy_", "copy_", "item", "numpy", "numpy", "to", "to"],
+            "transfer": ["copy_", "copy_", "item", "numpy", "to", "to"],
             "staging": ["copy_", "copy_", "copy_"],  # within the device, and within the host
             "tensorfile": ["numpy"],  # of host memory
             "ranks": ["numpy"],  # of host memory
