@@ -34,7 +34,7 @@ def predicted_peaks(plan: TransferPlan) -> Peaks:
     Buffers of the interpreter and of the libraries (a few MiB) are not counted.
     """
     if plan.path == "staged":
-        return Peaks(2 * plan.buffer_bytes + _largest_regathered_bytes(plan), _largest_gathered_bytes(plan))
+        return Peaks(2 * plan.buffer_bytes, _largest_gathered_bytes(plan))
     on_host = max((_temporary_bytes(block, on_host=True) for block in plan.blocks), default=0)
     on_device = max((_temporary_bytes(block, on_host=False) for block in plan.blocks), default=0)
     held = max((_block_bytes(block) for block in plan.blocks), default=0)
@@ -73,14 +73,6 @@ def _largest_gathered_bytes(plan: TransferPlan) -> int:
     windows = (window for file in plan.files for window in file.windows(plan.buffer_bytes))
     copies = (copy for window in windows for copy in window.copies if copy.device.type != "cpu")
     return max((copy.bytes for copy in copies), default=0)
-
-
-def _largest_regathered_bytes(plan: TransferPlan) -> int:
-    """Bytes of the largest selection of irregular rows on the CPU, which is made before it is transposed."""
-    windows = (window for file in plan.files for window in file.windows(plan.buffer_bytes))
-    runs = (run for window in windows for copy in window.copies if copy.device.type == "cpu" for run in copy.runs)
-    irregular = (run for run in runs if run.packed and len(run.slices) > 1)
-    return max((run.numel * run.source.element_size() for run in irregular), default=0)
 
 
 def _row(tensor: torch.Tensor, export: Export) -> torch.Tensor:

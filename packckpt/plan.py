@@ -346,7 +346,7 @@ def _staged_transfers(plan: TransferPlan) -> PlannedTransfers:
         count = counts[file.component == WEIGHTS]
         for window in file.windows(plan.buffer_bytes):
             for copy in window.copies:
-                count[0] += 1
+                count[0] += copy.calls
                 count[1] += copy.bytes
     return PlannedTransfers(*counts[True], *counts[False])
 

@@ -18,3 +18,32 @@ def progressions(numbers: Sequence[int]) -> list[range]:
         slices.append(range(numbers[start], numbers[stop - 1] + 1, step))
         start = stop
     return slices
+
+
+def paired_progressions(rows: Sequence[int], places: Sequence[int]) -> list[tuple[range, range]]:
+    """Split pairs of a row and a place into as few pairs of slices as a look ahead of one finds.
+
+    Args:
+        rows: ascending; one may stand twice.
+        places: one for each row, in any order; no slice goes down.
+    """
+    pairs: list[tuple[range, range]] = []
+    start = 0
+    while start < len(rows):
+        stop = start + 1
+        row_step, place_step = _step(rows, start), _step(places, start)
+        while stop < len(rows) and 0 < row_step == _step(rows, stop - 1) and 0 < place_step == _step(places, stop - 1):
+            stop += 1
+        last = stop - 1
+        pairs.append(
+            (
+                range(rows[start], rows[last] + 1, max(1, row_step)),
+                range(places[start], places[last] + 1, max(1, place_step)),
+            )
+        )
+        start = stop
+    return pairs
+
+
+def _step(numbers: Sequence[int], at: int) -> int:
+    return numbers[at + 1] - numbers[at] if at + 1 < len(numbers) else 1

@@ -104,7 +104,7 @@ class StagedSnapshot(Snapshot):
         """Submit one window of a file after another; each step of the iterator is one."""
         assert self._strands is not None
         name = self._file_name(file.component, file.block or "")
-        specs = [TensorSpec(export.key, file.dtype_of(export), export.shape) for export, _ in file.exports]
+        specs = (TensorSpec(export.key, file.dtype_of(export), export.shape) for export, _ in file.exports)
         writer = TensorFileWriter(
             self.directory / name,
             specs,

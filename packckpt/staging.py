@@ -61,27 +61,35 @@ class Stager:
         Returns:
             the window's bytes in file order, and a function that waits until they are there.
         """
-        places: dict[int, memoryview] = {}
         waits = []
         with torch.no_grad():
             for copy in window.copies:
                 memory = slot.memory[copy.offset_bytes : copy.offset_bytes + copy.bytes]
                 waits.append(self._copy(copy, memory.view(copy.dtype), log))
-                places.update(_places(copy, host_bytes(memory)))
-        parts = [places.get(id(piece)) or self._zero_bytes(piece.bytes) for piece in window.pieces]
 
         def wait() -> None:
             for each in waits:
                 each()
 
-        return parts, wait
+        return self._parts(window, slot), wait
+
+    def _parts(self, window: Window, slot: Slot) -> list[memoryview]:
+        """Return the bytes of a window in file order: mostly one part, and few of them keep threads out of each
+        other's way, as each is hashed by a call that needs the interpreter's lock before and after it."""
+        memory = host_bytes(slot.memory)
+        if window.contiguous:
+            return [memory]
+        places: dict[int, memoryview] = {}
+        for copy in window.copies:
+            places.update(_places(copy, memory[copy.offset_bytes : copy.offset_bytes + copy.bytes]))
+        return [places.get(id(piece)) or self._zero_bytes(piece.bytes) for piece in window.pieces]
 
     def _copy(self, copy: Copy, host: torch.Tensor, log: TransferLog) -> Callable[[], None]:
         kind = _kind(copy)
         if copy.device.type == "cpu":
             self._tell("parameters or optimizer state on the CPU are gathered by the CPU", log)
-            (run,) = copy.runs
-            _gather_on_host(run, host.view(run.shape), kind, log)
+            for run in copy.runs:
+                gather_in(_placed(run, host), kind, log)
             return lambda: None
         with self._stream_of(copy.device):
             stage = self._stage(copy, log)
@@ -101,10 +109,9 @@ class Stager:
         except torch.OutOfMemoryError:
             self._tell(f"no memory on {copy.device} to gather in; rows are copied one by one", log)
             return None
-        offset = 0
         for run in copy.runs:
-            _gather(run, stage[offset : offset + run.numel].view(run.shape))
-            offset += run.numel
+            for destination, source in _placed(run, stage):
+                destination.copy_(source)  # transposed and converted by the one operation
         return stage
 
     def _stream_of(self, device: torch.device) -> AbstractContextManager[Any]:
@@ -166,49 +173,34 @@ def _kind(copy: Copy) -> Kind:
 
 
 def _places(copy: Copy, memory: memoryview) -> Iterator[tuple[int, memoryview]]:
-    offset = 0
     for run in copy.runs:
-        for piece in run.pieces:
-            yield id(piece), memory[offset : offset + piece.bytes]
-            offset += piece.bytes
+        for piece, place in zip(run.pieces, run.places, strict=True):
+            start = place * copy.dtype.itemsize
+            yield id(piece), memory[start : start + piece.bytes]
 
 
-def _gather(run: Run, destination: torch.Tensor) -> None:
-    """Write a run to device memory in exported order: transposed and converted by the one copy."""
+def _placed(run: Run, memory: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Yield views of a copy's memory, and of the source in exported order, for what belongs there."""
+    shape = run.shape
+    size = shape[0] * shape[1]
     if not run.packed:
-        destination.copy_(_single(run.pieces[0]))
+        yield memory[run.places[0] : run.places[0] + size].view(shape), _single(run.pieces[0])
         return
-    start = 0
-    for rows in run.slices:
-        stop = start + len(rows)
-        destination[start:stop].copy_(_rows(run.source, rows).transpose(1, 2))
-        start = stop
-
-
-def _gather_on_host(run: Run, destination: torch.Tensor, kind: Kind, log: TransferLog) -> None:
-    if not run.packed:
-        gather_in(destination, _single(run.pieces[0]), kind, log)
-        return
-    slices = run.slices
-    if len(slices) == 1:
-        source = _rows(run.source, slices[0])
-    else:
-        # Memory: the run once more, at most a buffer.
-        source = run.source.index_select(0, torch.tensor(run.rows))
-    gather_in(destination, source.detach().transpose(1, 2), kind, log)
+    for rows, places in run.segments:
+        span = memory[places[0] : places[-1] + size]
+        destination = span.as_strided((len(places), *shape), (places.step, shape[1], 1))
+        yield destination, run.source.detach()[rows.start : rows.stop : rows.step].transpose(1, 2)
 
 
 def _copy_rows(copy: Copy, host: torch.Tensor, kind: Kind, log: TransferLog) -> None:
     """Copy piece by piece in the source's own strides: on the device only a row with gaps takes memory."""
-    offset = 0
     for run in copy.runs:
-        for piece in run.pieces:
+        for piece, place in zip(run.pieces, run.places, strict=True):
             value = _single(piece)
             landed = torch.empty_like(value, device="cpu")
             copy_in(landed, value, kind, log)
-            size = (piece.stop - piece.start) * piece.columns
-            host[offset : offset + size].view(piece.stop - piece.start, piece.columns).copy_(landed)
-            offset += size
+            rows = piece.stop - piece.start
+            host[place : place + rows * piece.columns].view(rows, piece.columns).copy_(landed)
 
 
 def _single(piece: Piece) -> torch.Tensor:
@@ -216,7 +208,3 @@ def _single(piece: Piece) -> torch.Tensor:
     assert source is not None
     row = source if piece.export.expert is None else source[piece.export.expert]
     return row.detach().T[piece.start : piece.stop]
-
-
-def _rows(source: torch.Tensor, rows: range) -> torch.Tensor:
-    return source.detach()[rows.start : rows.stop : rows.step]

@@ -8,12 +8,12 @@ header of `adapter_model.safetensors` is escaped to ASCII; the optimizer files a
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from json.encoder import encode_basestring, encode_basestring_ascii
 from types import TracebackType
 from typing import IO
 
@@ -123,12 +123,28 @@ class TensorFileWriter:
         self.discard()
 
     def _put(self, parts: Sequence[memoryview]) -> None:
-        if self._digest:
-            for part in parts:
-                self._digest.update(part)
         with naming(self._file.name):
-            for start in range(0, len(parts), _MOST_VECTORS):
-                _write_all(self._file.fileno(), parts[start : start + _MOST_VECTORS])
+            for batch in _batches(parts):
+                if self._digest:
+                    for part in batch:
+                        self._digest.update(part)
+                _write_all(self._file.fileno(), batch)
+
+
+def _batches(parts: Iterable[memoryview]) -> Iterator[list[memoryview]]:
+    """Cut parts into batches that are still in the core's cache when they are written after they were hashed."""
+    batch: list[memoryview] = []
+    batch_bytes = 0
+    for part in parts:
+        for start in range(0, len(part), BATCH_BYTES):
+            piece = part[start : start + BATCH_BYTES]
+            batch.append(piece)
+            batch_bytes += len(piece)
+            if batch_bytes >= BATCH_BYTES or len(batch) == _MOST_VECTORS:
+                yield batch
+                batch, batch_bytes = [], 0
+    if batch:
+        yield batch
 
 
 def _write_all(descriptor: int, parts: Sequence[memoryview]) -> None:
@@ -161,16 +177,16 @@ def write_tensors(path: str | os.PathLike[str], tensors: Mapping[str, torch.Tens
 
 
 def _header(specs: Iterable[TensorSpec], ascii_header: bool) -> tuple[bytes, int]:
-    entries: dict[str, object] = {}
+    # As text, not by way of dictionaries: ten thousand of them start a full garbage collection in the middle of a save.
+    quoted = encode_basestring_ascii if ascii_header else encode_basestring
+    entries: list[str] = []
     offset = 0
     for spec in specs:
         end = offset + spec.bytes
-        entries[spec.name] = {
-            "dtype": NAME_OF_DTYPE[spec.dtype],
-            "shape": list(spec.shape),
-            "data_offsets": [offset, end],
-        }
+        shape = ",".join(map(str, spec.shape))
+        dtype = NAME_OF_DTYPE[spec.dtype]
+        entries.append(f'{quoted(spec.name)}:{{"dtype":"{dtype}","shape":[{shape}],"data_offsets":[{offset},{end}]}}')
         offset = end
-    encoded = json.dumps(entries, separators=(",", ":"), ensure_ascii=ascii_header).encode()
+    encoded = f"{{{','.join(entries)}}}".encode()
     encoded += b" " * (-len(encoded) % 8)
     return len(encoded).to_bytes(8, "little") + encoded, offset

@@ -41,9 +41,13 @@ class TransferLog:
 
     def add(self, kind: Kind, moved: torch.Tensor) -> None:
         """Count one transfer of the bytes of `moved`."""
+        self.add_bytes(kind, moved.numel() * moved.element_size())
+
+    def add_bytes(self, kind: Kind, count_bytes: int) -> None:
+        """Count one transfer of that size."""
         count: Count = getattr(self, kind)
         count.calls += 1
-        count.bytes += moved.numel() * moved.element_size()
+        count.bytes += count_bytes
 
 
 class Path(Protocol):
@@ -205,11 +209,14 @@ def copy_in(
         log.add(kind, host)
 
 
-def gather_in(host: torch.Tensor, source: torch.Tensor, kind: Kind, log: TransferLog) -> None:
-    """Bring a tensor that is on the host already into its place there, and log it."""
-    reorder(host, source)
-    if host.numel():
-        log.add(kind, host)
+def gather_in(placed: Iterable[tuple[torch.Tensor, torch.Tensor]], kind: Kind, log: TransferLog) -> None:
+    """Bring parts of a tensor that is on the host already to their places there, and log them as one."""
+    moved_bytes = 0
+    for host, source in placed:
+        reorder(host, source)
+        moved_bytes += host.numel() * host.element_size()
+    if moved_bytes:
+        log.add_bytes(kind, moved_bytes)
 
 
 def reorder(destination: torch.Tensor, source: torch.Tensor) -> None:

@@ -11,7 +11,7 @@ from packckpt.dtypes import STATE_DTYPE
 from packckpt.errors import ExportError
 from packckpt.exports import Export
 from packckpt.optimizer import COMPONENTS, ParameterState
-from packckpt.progressions import progressions
+from packckpt.progressions import paired_progressions
 
 WEIGHTS = "lora"
 DEFAULT_BUFFER_BYTES = 64 << 20
@@ -43,12 +43,17 @@ class Piece:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Run:
-    """Pieces of one source that are gathered by one operation.
+    """Pieces of one source that are gathered by few operations.
 
     Either complete rows of a packed tensor, ascending, or a single piece.
+
+    Attributes:
+        pieces: of one shape.
+        places: where each of them begins in the copy's memory, in elements.
     """
 
     pieces: tuple[Piece, ...]
+    places: tuple[int, ...]
 
     @property
     def source(self) -> torch.Tensor:
@@ -63,33 +68,30 @@ class Run:
         return self.pieces[0].export.expert is not None and self.pieces[0].complete
 
     @property
-    def rows(self) -> list[int]:
-        """The expert rows of a packed run."""
-        return [piece.export.expert or 0 for piece in self.pieces]
+    def segments(self) -> list[tuple[range, range]]:
+        """Rows of a packed run, and their places, as slices."""
+        return paired_progressions([piece.export.expert or 0 for piece in self.pieces], self.places)
 
     @property
-    def slices(self) -> list[range]:
-        """The rows as slices of the source."""
-        return progressions(self.rows)
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Shape of the gathered tensor: `[rows, out, in]`, or `[stop - start, in]` of a single piece."""
+    def shape(self) -> tuple[int, int]:
+        """Shape of each piece, as it stands in the file."""
         first = self.pieces[0]
-        size = (first.stop - first.start, first.columns)
-        return (len(self.pieces), *size) if self.packed else size
+        return first.stop - first.start, first.columns
 
     @property
     def numel(self) -> int:
-        """Number of elements."""
-        return sum(piece.stop - piece.start for piece in self.pieces) * self.pieces[0].columns
+        """Number of elements of all pieces."""
+        rows, columns = self.shape
+        return len(self.pieces) * rows * columns
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Copy:
-    """One transfer to the host: runs of one device and dtype, side by side.
+    """One transfer to the host: pieces of one device and dtype, side by side in file order.
 
     Attributes:
+        device, dtype: of what arrives.
+        runs: what is gathered for it.
         offset_bytes: where in the window's buffer it lands.
         component: of the file that it is for.
     """
@@ -99,6 +101,11 @@ class Copy:
     runs: tuple[Run, ...]
     offset_bytes: int
     component: str
+
+    @property
+    def calls(self) -> int:
+        """How often bytes are moved for it: once, and on the CPU, where nothing crosses, once for each run."""
+        return len(self.runs) if self.device.type == "cpu" else 1
 
     @property
     def numel(self) -> int:
@@ -127,6 +134,11 @@ class Window:
     def bytes(self) -> int:
         """Bytes of the ring that the window takes."""
         return sum(copy.bytes for copy in self.copies)
+
+    @property
+    def contiguous(self) -> bool:
+        """Whether what lands in the buffer is what the file holds, byte for byte."""
+        return len(self.copies) == 1 and self.bytes == sum(piece.bytes for piece in self.pieces)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -211,30 +223,34 @@ def plan_files(exports: Iterable[tuple[Export, ParameterState | None]]) -> list[
 
 
 def _copies(pieces: Sequence[Piece], component: str) -> tuple[Copy, ...]:
-    """Group pieces into copies: one for each accelerator and dtype, one for each run on the CPU."""
-    groups: dict[tuple[torch.device, torch.dtype], list[Run]] = {}
-    for run in _runs(pieces):
-        groups.setdefault((run.source.device, run.pieces[0].dtype), []).append(run)
+    """Group pieces into one copy for each device and dtype."""
+    groups: dict[tuple[torch.device, torch.dtype], list[Piece]] = {}
+    for piece in pieces:
+        if piece.source is not None and piece.bytes:
+            groups.setdefault((piece.source.device, piece.dtype), []).append(piece)
     copies: list[Copy] = []
     offset_bytes = 0
     # Larger elements first: every copy is then aligned for its dtype.
-    for (device, dtype), runs in sorted(groups.items(), key=lambda item: -item[0][1].itemsize):
-        for together in [[run] for run in runs] if device.type == "cpu" else [runs]:
-            copies.append(Copy(device, dtype, tuple(together), offset_bytes, component))
-            offset_bytes += copies[-1].bytes
+    for (device, dtype), group in sorted(groups.items(), key=lambda item: -item[0][1].itemsize):
+        copies.append(Copy(device, dtype, tuple(_runs(group)), offset_bytes, component))
+        offset_bytes += copies[-1].bytes
     return tuple(copies)
 
 
 def _runs(pieces: Iterable[Piece]) -> list[Run]:
-    packed: dict[int, list[Piece]] = {}
+    packed: dict[int, list[tuple[Piece, int]]] = {}
     single: list[Run] = []
+    place = 0
     for piece in pieces:
-        if piece.source is None or not piece.bytes:
-            continue
         if piece.export.expert is not None and piece.complete:
-            packed.setdefault(id(piece.source), []).append(piece)
+            packed.setdefault(id(piece.source), []).append((piece, place))
         else:
-            single.append(Run((piece,)))
-    # Where a piece lies in the buffer is free, so rows ascend: a complete parameter is then one plain slice.
-    ascending = [Run(tuple(sorted(group, key=lambda piece: piece.export.expert or 0))) for group in packed.values()]
-    return [*ascending, *single]
+            single.append(Run((piece,), (place,)))
+        place += (piece.stop - piece.start) * piece.columns
+    return [*map(_run_of_rows, packed.values()), *single]
+
+
+def _run_of_rows(placed: Iterable[tuple[Piece, int]]) -> Run:
+    # In the order of the source: `0, 1, 10, 11, ..., 2, 20, ...` of a file is then a few slices of both.
+    ascending = sorted(placed, key=lambda item: item[0].export.expert or 0)
+    return Run(tuple(piece for piece, _ in ascending), tuple(place for _, place in ascending))
