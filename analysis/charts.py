@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -22,6 +23,7 @@ from analysis.units import number, size, span
 TIMELINE_POINTS = 40
 # Lines of a plot that has one for each case and path; where there are more, `worst_first` chooses the cases.
 MOST_LINES = 60
+_LAYERS = re.compile(r"/l\d+(?=/)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +100,21 @@ class Series:
 
 
 @dataclass(frozen=True, slots=True)
+class Growth:
+    """Peak host memory of one path as the model grows, in bytes over what was resident before the save.
+
+    Attributes:
+        layers: of each case, ascending.
+        prepare_bytes, save_bytes: while `prepare` ran, and while the whole save did.
+    """
+
+    path: str
+    layers: tuple[int, ...]
+    prepare_bytes: tuple[float, ...]
+    save_bytes: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Chart:
     """A plot before it is drawn.
 
@@ -140,6 +157,7 @@ def charts(cases: Sequence[NumberedCase], policy: Policy, notes: Notes) -> list[
         transfers(shown, notes),
         fences(shown, policy, notes),
         memory(shown, notes),
+        growth(cases),
         timeline(cases),
         crossover(cases, policy),
         ceiling_share(shown, notes),
@@ -229,6 +247,64 @@ def memory(cases: Sequence[NumberedCase], notes: Notes) -> Chart | NoChart:
     head = ("#", "path", "host resident MB", "host added MB", "device resident MB", "device added MB")
     words = "Light: resident before the save; dark: added by it at its peak. Host: all ranks; device: the worst rank."
     return Chart("memory", title, hardware_words(cases), tuple(bars), (Table(head, tuple(rows)),), words)
+
+
+def growth(cases: Sequence[NumberedCase]) -> Chart | NoChart:
+    """Return peak host memory against the number of layers, for the family of cases that has most of them."""
+    title = "Peak host memory as layers are added"
+    families: dict[tuple[str, int], list[NumberedCase]] = {}
+    for case in cases:
+        families.setdefault((_LAYERS.sub("/l*", case.evidence.case_id), case.evidence.world_size), []).append(case)
+    found = [(family, grown) for family, group in families.items() if (grown := _grown(group))]
+    if not found:
+        return NoChart("growth", title, "needs one case at two numbers of layers at least (--case ID, several times)")
+    (family, world_size), grown = max(found, key=lambda each: (max(len(g.layers) for g in each[1]), -each[0][1]))
+    rows = [
+        (path_label(each.path), str(layers), number(prepare, "bytes"), number(save, "bytes"))
+        for each in grown
+        for layers, prepare, save in zip(each.layers, each.prepare_bytes, each.save_bytes, strict=True)
+    ]
+    factors = [
+        (
+            path_label(each.path),
+            f"{each.layers[0]} to {each.layers[-1]}",
+            *(_factor(values) for values in (each.prepare_bytes, each.save_bytes)),
+        )
+        for each in grown
+    ]
+    tables = (
+        Table(("path", "layers", "prepare MB", "save MB"), tuple(rows), left=1),
+        Table(("path", "layers", "prepare ×", "save ×"), tuple(factors), left=2),
+    )
+    ranks = f"{world_size} rank{'s' if world_size > 1 else ''}"
+    words = (
+        f"{family}, {ranks}: peak over what was resident, of all ranks, worst save. A line that is flat does not grow "
+        "with the model."
+    )
+    hardware = hardware_words(families[family, world_size])
+    return Chart("growth", title, hardware, grown, tables, words)
+
+
+def _grown(cases: Sequence[NumberedCase]) -> tuple[Growth, ...]:
+    """Return a line for each path that was measured at two numbers of layers or more."""
+    points: dict[str, dict[int, tuple[float, float]]] = {}
+    for case, path in _each(cases):
+        if path.capture_only:
+            continue  # it has no memory pass
+        prepare, save = path.figure("host_peak_prepare_bytes"), path.figure("host_peak_bytes")
+        if not isinstance(prepare, Missing) and not isinstance(save, Missing):
+            points.setdefault(path.path, {})[int(case.evidence.case["layers"])] = (prepare, save)
+    grown = []
+    for name, by_layers in points.items():
+        layers = tuple(sorted(by_layers))
+        if len(layers) > 1:
+            values = [by_layers[each] for each in layers]
+            grown.append(Growth(name, layers, tuple(v[0] for v in values), tuple(v[1] for v in values)))
+    return tuple(grown)
+
+
+def _factor(values: Sequence[float]) -> str:
+    return number(values[-1] / values[0], "ratio") if values[0] else "from 0"
 
 
 def timeline(cases: Sequence[NumberedCase]) -> Chart | NoChart:

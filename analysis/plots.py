@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 from PIL import Image
 
-from analysis.charts import Bar, Chart, Curve, Dots, Row, Series
+from analysis.charts import Bar, Chart, Curve, Dots, Growth, Row, Series
 from analysis.missing import Missing
 from analysis.statistics import Interval
 from analysis.tables import path_label
@@ -101,6 +101,7 @@ def draw(chart: Chart) -> Figure:
         "transfers": _transfers,
         "fence": _fence,
         "memory": _memory,
+        "growth": _growth,
         "timeline": _timeline,
         "crossover": _crossover,
         "ceiling": _ceiling,
@@ -356,6 +357,38 @@ def _memory_panel(axes: Axes, bars: Sequence[Bar], lines: Lines, first_part: int
     axes.set_xlim(0, largest * 1.28 or 1)
     axes.xaxis.set_major_locator(MaxNLocator(5))
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+
+
+def _growth(chart: Chart) -> Figure:
+    lines = [item for item in chart.content if isinstance(item, Growth)]
+    figure = _canvas(chart, 3.0, left_inches=0.7, foot_inches=0.85)
+    axes = figure.subplots(1, 2, sharey=True, squeeze=False)[0]
+    figure.subplots_adjust(wspace=0.06)
+    scale = UNITS["bytes"].per_base
+    for panel, name in zip(axes, ("prepare", "whole save"), strict=True):
+        for each in lines:
+            style = look(each.path)
+            values = each.prepare_bytes if name == "prepare" else each.save_bytes
+            panel.plot(
+                each.layers,
+                [value * scale for value in values],
+                color=style.outline,
+                linestyle=style.line,
+                marker=style.marker,
+                markersize=5,
+                linewidth=1.2,
+                label=path_label(each.path),
+            )
+        panel.set_title(name, loc="left", fontsize=8, pad=3)
+        panel.set_xlabel("layers")
+        panel.set_xticks(sorted({layers for each in lines for layers in each.layers}))
+        panel.set_xlim(left=0)
+        panel.grid(True, axis="y")
+    axes[0].set_ylim(0, max(value for each in lines for value in each.save_bytes) * scale * 1.1 or 1)
+    axes[0].set_ylabel(f"peak host memory in {UNITS['bytes'].symbol}, over resident")
+    handles, labels = axes[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="lower center", ncols=4, fontsize=8, borderaxespad=0.3)
+    return figure
 
 
 def _timeline(chart: Chart) -> Figure:

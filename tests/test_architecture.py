@@ -136,7 +136,7 @@ class TestDirection:
 
         assert {name: calls for name, calls in found.items() if calls} == {
             "transfer": ["copy_", "copy_", "item", "numpy", "to", "to"],
-            "staging": ["copy_", "copy_", "copy_"],  # within the device, and within the host
+            "staging": ["copy_", "copy_"],  # within the device, and within the host
             "tensorfile": ["numpy"],  # of host memory
             "ranks": ["numpy"],  # of host memory
             "placing": ["copy_", "copy_", "to"],  # to the device

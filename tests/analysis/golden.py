@@ -43,6 +43,7 @@ class Shape:
     slice_bytes: int = 65_536
     exports: int = 768
     parameters: int = 12
+    layers: int = 2
     slice_seconds: float = 0.200
     ratio: float = 0.62
 
@@ -411,7 +412,7 @@ def _case(shape: Shape) -> Json:
         "method": shape.method,
         "lora_rank": 8 if shape.method == "lora" else None,
         "expert_parallel": 2,
-        "layers": 2,
+        "layers": shape.layers,
         "experts": 128,
         "local_experts": 64,
         "layout": "regular",
@@ -516,6 +517,18 @@ def many_cases(count: int = 20) -> Plan:
     ]
     long = Shape(id="deepseek-v3-with-a-name-that-goes-on/lora32/interleaved/ep8/l58/bfloat16-float32/seed1234567")
     models = [replace(Shape(), id=f"qwen3-30b-a3b/lora{n}/ep2/l2/bfloat16-bfloat16") for n in range(1, count - 7)]
+    deep = {2: 4, 4: 8}  # place among the models: layers, of what the first one has two of
+    models = [
+        replace(
+            model,
+            id=f"qwen3-30b-a3b/lora1/ep2/l{deep[place]}/bfloat16-bfloat16",
+            layers=deep[place],
+            exports=model.exports * deep[place] // 2,
+        )
+        if place in deep
+        else model
+        for place, model in enumerate(models)
+    ]
     return replace(
         ADOPT,
         run_id="20260303-intel-xeon-64cpu-gpux2-0123abc",

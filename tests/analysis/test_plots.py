@@ -16,7 +16,7 @@ from matplotlib.figure import Figure
 from matplotlib.text import Text
 from PIL import Image
 
-from analysis.charts import Chart, Curve, Dots, NoChart, Series, charts
+from analysis.charts import Chart, Curve, Dots, Growth, NoChart, Series, charts
 from analysis.evidence import collect
 from analysis.load import load_run
 from analysis.plots import WIDTH_INCHES, _style, draw, look, middle_cut, png
@@ -27,7 +27,7 @@ from tests.analysis.golden import ADOPT, CPU, Plan, Shape, make, many_cases
 from tests.analysis.variants import VARIANTS
 
 POLICY = load_policy()
-KINDS = ("transfers", "fence", "memory", "timeline", "crossover", "ceiling", "contention")
+KINDS = ("transfers", "fence", "memory", "growth", "timeline", "crossover", "ceiling", "contention")
 SWEEP = tuple(
     Shape(id=f"sweep/{1024 * 4**n}B/ep2/l1/bfloat16", family="sweep", preset="sweep", slice_bytes=1024 * 4**n, ratio=r)
     for n, r in enumerate((0.5, 0.7, 0.9, 1.1, 1.2))
@@ -135,6 +135,9 @@ def _numbers(chart: Chart) -> Iterator[str]:
             yield from (number(each, "seconds") for each in item.seconds)
             yield from (number(each, "bytes") for each in item.host_bytes)
             yield from (number(each, "seconds") for _, start, end in item.marks for each in (start, end))
+        elif isinstance(item, Growth):
+            yield from (str(each) for each in item.layers)
+            yield from (number(each, "bytes") for each in (*item.prepare_bytes, *item.save_bytes))
         elif isinstance(item, Series):
             for point in item.points:
                 yield from (number(each, "ratio") for each in (point.ratio.value, point.ratio.low, point.ratio.high))
@@ -155,6 +158,21 @@ def test_crossover_lies_where_the_gain_ends(drawn: dict[str, list[Chart | NoChar
     assert ends["coalesced"] == (16_384, 65_536)
     assert "between 16 KiB and 64 KiB" in chart.tables[1].markdown()
     assert "pays at every size" in str(ends["staged"])
+
+
+def test_growth_is_of_one_family_and_says_by_how_much(drawn: dict[str, list[Chart | NoChart]]) -> None:
+    (chart,) = (each for each in real(drawn["twenty cases, long names"]) if each.slug == "growth")
+    assert [each.path for each in chart.content] == ["slice", "coalesced", "staged"]
+    for each in chart.content:
+        assert each.layers == (2, 4, 8)
+        assert all(prepare <= save for prepare, save in zip(each.prepare_bytes, each.save_bytes, strict=True))
+        factor = number(each.prepare_bytes[-1] / each.prepare_bytes[0], "ratio")
+        assert ["2 to 8", factor] in [list(row[1:3]) for row in chart.tables[1].rows]
+    assert "qwen3-30b-a3b/lora1/ep2/l*/bfloat16-bfloat16, 2 ranks" in chart.words
+    for axes in figure_of(chart).axes:
+        for line in axes.get_lines():
+            assert max(line.get_ydata()) <= axes.get_ylim()[1]
+            assert axes.get_ylim()[0] == 0
 
 
 def test_no_gpu_stands_in_the_title(drawn: dict[str, list[Chart | NoChart]]) -> None:
