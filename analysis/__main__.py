@@ -30,6 +30,7 @@ from analysis.results import (
     write_report,
 )
 from analysis.words import decision_json, decision_text
+from benchmarks.record import RECORDS_FILE, RUN_FILE
 
 FINE, WRONG, USAGE = 0, 1, 2
 HOLD, NOT_ENOUGH = EXIT_CODES[Outcome.HOLD], EXIT_CODES[Outcome.NOT_ENOUGH]
@@ -110,6 +111,9 @@ def _decide(given: argparse.Namespace, policy: Policy) -> int:
     runs: list[Run] = []
     try:
         runs += [load_run(folder) for folder in given.runs]
+        if unknown := _unknown_path(given.path, runs, policy):
+            print(f"error: {unknown}", file=sys.stderr)
+            return USAGE
         decision = decide(runs, policy, given.path)
         code = decision.exit_code
         shown = json.dumps(decision_json(decision), indent=1) + "\n" if given.json else decision_text(decision)
@@ -122,6 +126,14 @@ def _decide(given: argparse.Namespace, policy: Policy) -> int:
         return NOT_ENOUGH
     print(shown, end="")
     return code
+
+
+def _unknown_path(path: str | None, runs: Sequence[Run], policy: Policy) -> str | None:
+    """Return what is wrong with the name of a path, or None: a mistyped one is no missing measurement."""
+    measured = {record.identity.path for run in runs for record in run.records} - {policy.paths.baseline}
+    if path is None or not measured or path in measured:
+        return None
+    return f"--path is {path!r}; the runs measured {', '.join(sorted(measured))}"
 
 
 def _compare(given: argparse.Namespace, policy: Policy) -> int:
@@ -159,6 +171,8 @@ def _run_folder(text: str) -> Path:
     path = Path(text)
     if not path.is_dir():
         raise argparse.ArgumentTypeError(f"{text!r} is no folder; expected a run such as results/runs/<run>")
+    if not any((path / name).exists() for name in (RUN_FILE, RECORDS_FILE)):
+        raise argparse.ArgumentTypeError(f"{text!r} holds no {RUN_FILE}; expected a run such as results/runs/<run>")
     return path
 
 

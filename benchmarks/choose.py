@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import os
+from collections.abc import Sequence
 
 from benchmarks import environment
 from benchmarks.cases import Case, cases_of, parse_case
@@ -49,6 +51,7 @@ def chosen_settings(parsed: argparse.Namespace, world_size: int | None) -> Setti
     if world_size is not None and max(ranks) > world_size:
         raise SettingsError(f"ranks is {max(ranks)}, and this job was started with {world_size}")
     _expect_devices(device, ranks, parsed.share_device)
+    _expect_modules(parsed.imports)
     return Settings(
         cases=tuple(case.id for case in chosen_cases(parsed)),
         arms=tuple(parse_arm(text) for text in parsed.paths or SAVER_PATHS),
@@ -75,6 +78,16 @@ def memory_budget_bytes(given: int | None) -> int:
     if isinstance(available, Missing):
         raise SettingsError(f"free memory is not known ({available.reason}); give --memory-budget")
     return int(MEMORY_SHARE * available)
+
+
+def _expect_modules(names: Sequence[str]) -> None:
+    for name in names:
+        try:
+            found = importlib.util.find_spec(name) is not None
+        except (ImportError, ValueError):
+            found = False
+        if not found:
+            raise SettingsError(f"--import is {name!r}, and Python finds no such module; is its folder in PYTHONPATH?")
 
 
 def _default_ranks(device: str, world_size: int | None, share_device: bool) -> tuple[int, ...]:

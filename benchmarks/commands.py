@@ -22,7 +22,7 @@ from benchmarks.ranks import opened_launcher
 from benchmarks.record import Record
 from benchmarks.runfolder import RunError, RunFolder
 from benchmarks.schedule import cases_of, tasks_of
-from benchmarks.settings import Settings
+from benchmarks.settings import Settings, SettingsError
 
 FINE, INCOMPLETE, USAGE, INTERRUPTED = 0, 1, 2, 130
 
@@ -48,7 +48,7 @@ def floors_command(parsed: argparse.Namespace, given: Sequence[str]) -> int:
     """Print how near a save comes to what the machine can do."""
     from benchmarks.floors import measure, report
 
-    print(report(*measure(parsed.case, parsed.rounds, parsed.scratch)))
+    print(report(*measure(parsed.case, parsed.rounds, _scratch(parsed))))
     return FINE
 
 
@@ -72,16 +72,21 @@ def run_command(parsed: argparse.Namespace, given: Sequence[str]) -> int:
         tasks, scratch = tasks_of(settings), _scratch(parsed)
         start = environment.capture(scratch)
         doubts = doubts_of(start)
-        folder = RunFolder.create(
-            parsed.out,
-            run_name(settings),
-            command=["python", "-m", "benchmarks", *given],
-            settings=settings,
-            cases=[case.to_json() for case in cases_of(settings)],
-            tasks=tasks,
-            environment=start,
-            doubts=doubts,
-        )
+        try:
+            folder = RunFolder.create(
+                parsed.out,
+                run_name(settings),
+                command=["python", "-m", "benchmarks", *given],
+                settings=settings,
+                cases=[case.to_json() for case in cases_of(settings)],
+                tasks=tasks,
+                environment=start,
+                doubts=doubts,
+            )
+        except OSError as error:
+            raise SettingsError(
+                f"--out is {str(parsed.out)!r}, and no run can be put there: {error.strerror}"
+            ) from None
         _say_start(settings, folder, doubts)
         return _carry_out(folder, settings, launcher, scratch, set())
 
@@ -140,6 +145,14 @@ def _say_start(settings: Settings, folder: RunFolder, doubts: Sequence[dict[str,
 
 
 def _scratch(parsed: argparse.Namespace) -> Path:
+    """Return where checkpoints go; a folder that is not there is a mistyped one, maybe on another disk."""
     scratch = parsed.scratch or Path(tempfile.gettempdir())
-    scratch.mkdir(parents=True, exist_ok=True)
-    return Path(scratch)
+    if not scratch.is_dir():
+        raise SettingsError(
+            f"--scratch is {str(scratch)!r}, and there is no such folder; make it, on the disk to measure"
+        )
+    try:
+        with tempfile.TemporaryFile(dir=scratch):
+            return Path(scratch)
+    except OSError as error:
+        raise SettingsError(f"--scratch is {str(scratch)!r}, and it cannot be written to: {error.strerror}") from None

@@ -56,7 +56,7 @@ class Samples:
         return self.median(name) / sum(map(self.median, bases))
 
 
-def measure(case: str, rounds: int, scratch: Path | None = None) -> tuple[Samples, int]:
+def measure(case: str, rounds: int, scratch: Path) -> tuple[Samples, int]:
     """Save on every path, restore, hash and write the same bytes, in turn; one round more goes before and is dropped.
 
     Returns:

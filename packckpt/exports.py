@@ -188,6 +188,11 @@ def _check_parameter(key: str, parameter: object) -> None:
 def _check_row(key: str, parameter: torch.Tensor, expert: int | None) -> None:
     shape = tuple(parameter.shape)
     if expert is None:
+        if len(shape) < 2:
+            raise ExportError(
+                f"{key}: parameter has shape {list(shape)}; the format holds tensors of two axes: "
+                "save norms and biases another way"
+            )
         if len(shape) != 2:
             raise ExportError(
                 f"{key}: parameter has shape {list(shape)}; expected [in, out] for an export without an "

@@ -129,6 +129,15 @@ class AdamState:
         """Return the tensor that the optimizer steps for `parameter`."""
         return self._masters.get(id(parameter), parameter)
 
+    def stepped_but_not(self, exported: Iterable[torch.Tensor]) -> list[str]:
+        """Return what the optimizer has stepped for none of these parameters: no checkpoint of them holds it."""
+        saved = {id(self.master_of(parameter)) for parameter in exported}
+        return [
+            name
+            for name, parameter in self._named_parameters()
+            if id(parameter) not in saved and self._optimizer.state.get(parameter)
+        ]
+
     def reader(self) -> StateReader:
         """Return a reader that looks parameters up in constant time; make one for each save."""
         return StateReader(self)
@@ -187,6 +196,11 @@ class StateReader:
         master = self._state.master_of(parameter)
         if id(master) not in self._group_of:
             what = "its master" if master is not parameter else "the parameter"
+            if master is not parameter and id(parameter) in self._group_of:
+                raise OptimizerError(
+                    f"{key}: {self._optimizer_name} steps the first tensor of its pair in `masters` and does not hold "
+                    "the second; expected (parameter, master): is the pair the wrong way round?"
+                )
             raise OptimizerError(
                 f"{key}: {self._optimizer_name} does not hold {what} (shape {list(master.shape)}); pass "
                 "`masters=[(parameter, master), ...]` where the optimizer steps copies, or leave the export out"

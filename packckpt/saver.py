@@ -140,6 +140,7 @@ class CheckpointSaver:
         self._timeout_seconds = timeout_seconds
         self._strict_duplicates = strict_duplicates
         self._async_write = async_write
+        self._told_left_out = False
         self._stager = Stager(buffer_bytes)
         self._conversations: list[Ranks] = []
         self._preparing = Turns()
@@ -321,9 +322,23 @@ class CheckpointSaver:
             expect_rows_fit(plan.files, plan.buffer_bytes)
         synchronize(_devices(plan))
         hyperparameters = None if state is None else state.hyperparameters()
+        self._warn_left_out(plan, state)
         steps = None if state is None else _steps(plan, log)
         entries = entries_of(ordered, None if steps is None else [steps[export.key] for export in ordered])
         return _Local(where, portable, plan, hyperparameters, steps, entries)
+
+    def _warn_left_out(self, plan: TransferPlan, state: AdamState | None) -> None:
+        """Say once what the optimizer steps and no export names: a resume would go on from other values of it."""
+        if state is None or self._told_left_out:
+            return
+        left_out = state.stepped_but_not(unit.parameter for block in plan.blocks for unit in block.units)
+        if left_out and plan.blocks:
+            self._told_left_out = True
+            warnings.warn(
+                f"the optimizer also steps what no export of this rank names, and the checkpoint will not hold it: "
+                f"{named(left_out, 4)}; save that another way, or export it",
+                stacklevel=7,
+            )
 
     def _snapshot(
         self, local: _Local, rank: int, verdict: Message, log: TransferLog

@@ -211,6 +211,26 @@ class TestDtypes:
         assert caught[0].filename == __file__
         assert_same_content(read_content(tmp_path / "c"), expected_content(trainer))
 
+    @pytest.mark.parametrize("path", PATHS)
+    def test_what_is_stepped_and_not_exported_is_told_once(self, path: Any, tmp_path: Path) -> None:
+        trainer = Trainer()
+        trainer.packed("a", experts=2)
+        trainer.packed("b", experts=2)
+        kept = [export for export in trainer.exports if export.parameter is trainer.parameters[0]]
+        with CheckpointSaver(path, durable=False) as saver:
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                for number in range(2):
+                    saver.prepare(tmp_path / str(number), kept, trainer.state, CONFIG)
+                    saver.finalize(tmp_path / str(number))
+            saver.save(tmp_path / "none", kept, None, CONFIG)
+
+        (warning,) = caught
+        assert "the optimizer also steps what no export of this rank names" in str(warning.message)
+        assert "parameter 1 of group 0 (shape " in str(warning.message)
+        assert "parameter 0" not in str(warning.message)
+        assert warning.filename == __file__
+
     def test_a_warning_that_is_an_error_stops_the_save_before_a_file_exists(self, tmp_path: Path) -> None:
         trainer = Trainer()
         trainer.packed("a", state_dtype=torch.float64)

@@ -292,15 +292,15 @@ INTERRUPTIONS = [KeyboardInterrupt, SystemExit, asyncio.CancelledError, Generato
 @contextmanager
 def _failing_copy(number: int, error: BaseException, patch: pytest.MonkeyPatch) -> Iterator[None]:
     """Raise in the middle of the n-th copy to the host."""
-    add, count = TransferLog.add, itertools.count(1)
+    add, count = TransferLog.add_bytes, itertools.count(1)
 
-    def failing(self: TransferLog, kind: Any, moved: torch.Tensor) -> None:
-        add(self, kind, moved)
+    def failing(self: TransferLog, kind: Any, count_bytes: int) -> None:
+        add(self, kind, count_bytes)
         if next(count) == number:
             raise error
 
     with patch.context() as context:
-        context.setattr(TransferLog, "add", failing)
+        context.setattr(TransferLog, "add_bytes", failing)
         yield
 
 

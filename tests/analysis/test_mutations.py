@@ -195,6 +195,20 @@ def test_no_run_is_usage(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert "nowhere" in capsys.readouterr().err
 
 
+def test_a_folder_without_a_run_is_usage(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["decide", str(tmp_path)])
+    assert ended.value.code == 2
+    assert "holds no run.json" in capsys.readouterr().err
+
+
+def test_a_path_that_no_run_measured_is_usage(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = copy.deepcopy(ADOPT).write(tmp_path)
+    assert main(["decide", str(folder), "--path", "fast"]) == 2
+    assert "--path is 'fast'; the runs measured coalesced" in capsys.readouterr().err
+    assert main(["decide", str(folder), "--path", "coalesced"]) == 0
+
+
 def test_an_exception_is_not_enough_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = copy.deepcopy(ADOPT).write(tmp_path)
 

@@ -24,6 +24,10 @@ from benchmarks.units import UnitError, format_bytes, format_seconds, parse_byte
         (["plan", "--layers", "999"], "layers is 999; expected 1 to 48"),
         ([], "required"),
         (["resume", "/nowhere"], "no run; expected a folder with run.json"),
+        (["check", "--scratch", "/proc/nowhere"], "--scratch is '/proc/nowhere', and there is no such folder"),
+        (["floors", "--scratch", "/proc/nowhere"], "--scratch is '/proc/nowhere', and there is no such folder"),
+        (["run", "--device", "cpu", "--out", "/proc/x"], "--out is '/proc/x', and no run can be put there"),
+        (["run", "--device", "cpu", "--import", "no_such.module"], "--import is 'no_such.module', and Python finds no"),
     ],
 )
 def test_misuse_exits_2_and_names_what_is_allowed(

@@ -209,6 +209,7 @@ def test_a_killed_worker_is_a_failed_record_and_the_rest_goes_on(tmp_path: Path)
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_an_interrupted_run_ends_its_children_and_keeps_what_it_has(tmp_path: Path, number: signal.Signals) -> None:
     out = tmp_path / "runs"
+    (tmp_path / "scratch").mkdir()
     driver = start("run", *SMALL, "--out", str(out), "--scratch", str(tmp_path / "scratch"))
     wait_until(lambda: measured(out) >= 1 and bool(workers_of(driver.pid)), "no record came")
     children = workers_of(driver.pid)
