@@ -116,7 +116,7 @@ class TestExport:
             ([1.0], None, "k: parameter is a list; expected a torch.Tensor"),
             (arange(3, 2).to_sparse(), None, r"k: parameter is a torch.sparse_coo tensor; expected a dense"),
             (arange(4, 3, 2), None, r"k: parameter has shape \[4, 3, 2\]; expected \[in, out\] .*give `expert=`"),
-            (arange(3), None, r"k: parameter has shape \[3\]; the format holds tensors of two axes: save norms and biases"),
+            (arange(3), None, r"k: parameter has shape \[3\]; the format holds tensors of two axes: save norms"),
             (arange(3, 2), 0, r"k: parameter has shape \[3, 2\]; expected \[experts, in, out\] with an expert"),
             (arange(4, 3, 2), 4, "k: expert is 4; the parameter holds rows 0 to 3"),
             (arange(4, 3, 2), -1, "k: expert is -1; the parameter holds rows 0 to 3"),
