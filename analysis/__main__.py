@@ -130,7 +130,9 @@ def _decide(given: argparse.Namespace, policy: Policy) -> int:
 
 def _unknown_path(path: str | None, runs: Sequence[Run], policy: Policy) -> str | None:
     """Return what is wrong with the name of a path, or None: a mistyped one is no missing measurement."""
-    measured = {record.identity.path for run in runs for record in run.records} - {policy.paths.baseline}
+    measured = {r.identity.path for run in runs for r in run.records if r.identity.pass_ == "timing"} - {
+        policy.paths.baseline
+    }
     if path is None or not measured or path in measured:
         return None
     return f"--path is {path!r}; the runs measured {', '.join(sorted(measured))}"

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+
 import pytest
 import torch
 
@@ -13,6 +16,29 @@ from tests.builders import arange, assert_same_tensor
 emulated.install_or_skip()
 
 
+def stacks(source: torch.Tensor, keys: Sequence[str]) -> Iterator[tuple[list[int], torch.Tensor]]:
+    """Give rows as a checkpoint does: in an order of its own, some of them together."""
+    for positions in (list(range(len(keys)))[1::2], list(range(len(keys)))[::2][::-1]):
+        if positions:
+            rows = [int(keys[position]) for position in positions]
+            yield positions, source[rows].transpose(1, 2).contiguous()
+
+
+@pytest.mark.parametrize("place", [lambda tensor: tensor, emulated.to_device], ids=["host", "device"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_stacks_in_any_order_reach_their_rows(
+    place: Callable[[torch.Tensor], torch.Tensor], dtype: torch.dtype
+) -> None:
+    source = torch.arange(7 * 3 * 5).reshape(7, 3, 5).to(torch.float32)
+    rows = [6, 0, 3, 1, 5]
+    target = place(torch.zeros(7, 5, 3, dtype=dtype).transpose(1, 2))
+    with Placer(1 << 10) as placer:
+        placer.place(target, [Export(str(row), target, expert=row) for row in rows], partial(stacks, source))
+    wanted = torch.zeros(7, 3, 5)
+    wanted[rows] = source[rows]
+    assert_same_tensor(emulated.to_host(target) if target.device.type != "cpu" else target, wanted.to(dtype))
+
+
 @pytest.mark.parametrize("buffer_bytes", [64, 96, 200, 1 << 20])
 def test_tensors_of_many_sizes_go_through_a_small_ring(buffer_bytes: int) -> None:
     """Small and full chunks in turn: letting the oldest go need not make room in one piece."""
@@ -22,6 +48,6 @@ def test_tensors_of_many_sizes_go_through_a_small_ring(buffer_bytes: int) -> Non
     with Placer(64, buffer_bytes) as placer:
         for target, source in zip(targets, wanted, strict=True):
             exports = [Export(str(row), target, expert=row) for row in range(len(source))]
-            placer.place(target, exports, lambda key, source=source: source[int(key)].T.contiguous())  # type: ignore[misc]
+            placer.place(target, exports, partial(stacks, source))
     for target, source in zip(targets, wanted, strict=True):
         assert_same_tensor(emulated.to_host(target), source)

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from benchmarks.cases import parse_case
+from benchmarks.paths import SAVER_PATHS
 from benchmarks.predict import predict
 from benchmarks.worker import Worker
 from tests.benchmarks.orders import make_order
@@ -20,7 +21,7 @@ pytestmark = [
 ]
 
 
-@pytest.mark.parametrize("path", ["slice", "coalesced"])
+@pytest.mark.parametrize("path", SAVER_PATHS)
 def test_plan_log_observer_and_profiler_agree(tmp_path: Path, path: str) -> None:
     worker = Worker(make_order(tmp_path, path, ("observe", "profile"), case_id=CASE, device="cuda"), 0)
     observed, profiled = worker.run("observe"), worker.run("profile")
@@ -34,7 +35,7 @@ def test_plan_log_observer_and_profiler_agree(tmp_path: Path, path: str) -> None
     assert profiled.samples[0]["memcpy_seconds"] > 0
 
 
-@pytest.mark.parametrize("path", ["slice", "coalesced"])
+@pytest.mark.parametrize("path", SAVER_PATHS)
 def test_timing_and_memory_have_their_device_figures(tmp_path: Path, path: str) -> None:
     worker = Worker(make_order(tmp_path, path, ("memory", "timing"), case_id=CASE, device="cuda"), 0)
     memory, timing = worker.run("memory"), worker.run("timing")
