@@ -7,21 +7,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from benchmarks.record import Record
-from benchmarks.units import format_bytes, format_seconds
+from benchmarks.units import format_bytes
 
-HEADER = (
-    "path",
-    "ranks",
-    "copies",
-    "optimizer",
-    "fence, first",
-    "fence",
-    "prepare",
-    "finalize",
-    "of ceiling",
-    "host peak",
-    "device peak",
-)
+# Copies and bytes are of optimizer state. Times are medians in milliseconds, with the smallest and the largest.
+HEADER = ("path", "ranks", "copies", "bytes", "first ms", "fence ms", "finalize ms", "ceiling", "host peak", "device")
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,21 +43,26 @@ def render(records: Sequence[Record]) -> str:
 
 
 def spread(values: Sequence[float]) -> str:
-    """Return the median, with the smallest and the largest value."""
+    """Return the median of seconds in milliseconds, with the smallest and the largest value."""
     if not values:
         return "-"
-    middle = format_seconds(statistics.median(values))
-    return middle if len(values) == 1 else f"{middle} ({format_seconds(min(values))} - {format_seconds(max(values))})"
+    middle = _milliseconds(statistics.median(values))
+    return middle if len(values) == 1 else f"{middle} ({_milliseconds(min(values))}-{_milliseconds(max(values))})"
 
 
-def samples(records: Iterable[Record], what: str, figure: str, phase: str) -> list[float]:
-    """Return one figure of every sample of a pass that has it."""
+def _milliseconds(seconds: float) -> str:
+    scaled = seconds * 1e3
+    return f"{scaled:.0f}" if scaled >= 100 else f"{scaled:.3g}"
+
+
+def samples(records: Iterable[Record], what: str, figure: str, phase: str | None = None) -> list[float]:
+    """Return one figure of every sample of a pass that has it; of one phase, or of all."""
     return [
         sample[figure]
         for record in records
         if record.identity.pass_ == what and record.status == "ok"
         for sample in record.samples
-        if sample["phase"] == phase and sample[figure] is not None
+        if phase in (None, sample["phase"]) and sample[figure] is not None
     ]
 
 
@@ -88,14 +82,15 @@ def _groups(records: Sequence[Record]) -> list[Group]:
 def _row(group: Group, ceiling: float | None) -> tuple[str, ...]:
     timing = "reference" if any(r.identity.pass_ == "reference" for r in group.records) else "timing"
     fences = samples(group.records, timing, "fence_seconds", "steady")
+    first = samples(group.records, timing, "fence_seconds", "first")
+    first_milliseconds = _milliseconds(statistics.median(first)) if first else "-"
     return (
         group.path,
         group.label,
         _total(group, "calls"),
         _total(group, "bytes"),
-        spread(samples(group.records, timing, "fence_seconds", "first")),
+        first_milliseconds,
         spread(fences),
-        spread(samples(group.records, timing, "prepare_seconds", "steady")),
         spread(samples(group.records, timing, "finalize_seconds", "steady")) if timing == "timing" else "-",
         _share(group, fences, ceiling),
         _peak(group, "host_peak_bytes"),
@@ -125,12 +120,12 @@ def _share(group: Group, fences: Sequence[float], ceiling: float | None) -> str:
 
 
 def _peak(group: Group, figure: str) -> str:
-    """Return the steady peak, summed over the ranks."""
+    """Return the peak of the worst save, summed over the ranks, as the report does."""
     by_rank: dict[int, float] = {}
     for record in group.records:
-        found = samples([record], "memory", figure, "steady")
+        found = samples([record], "memory", figure)
         if found:
-            by_rank[record.identity.rank] = max(found)
+            by_rank[record.identity.rank] = max(*found, by_rank.get(record.identity.rank, 0))
     return format_bytes(sum(by_rank.values())) if by_rank else "-"
 
 
