@@ -21,7 +21,7 @@ from packckpt.exports import Export, named
 from packckpt.manifest import portable_config
 from packckpt.merge import MergedKey, blocks_of, merge_entries
 from packckpt.optimizer import AdamState, Hyperparameters
-from packckpt.plan import PATHS, PathName, TransferPlan, plan_transfers
+from packckpt.plan import PATHS, PathName, TransferPlan, Unit, plan_transfers
 from packckpt.ranks import Message, Ranks, describe, open_ranks
 from packckpt.reservation import Reservation, reserve
 from packckpt.snapshot import BlockSnapshot, Entry, Snapshot, SnapshotReader, entries_of
@@ -331,7 +331,7 @@ class CheckpointSaver:
         """Say once what the optimizer steps and no export names: a resume would go on from other values of it."""
         if state is None or self._told_left_out:
             return
-        left_out = state.stepped_but_not(unit.parameter for block in plan.blocks for unit in block.units)
+        left_out = state.stepped_but_not(unit.parameter for unit in _one_unit_each(plan))
         if left_out and plan.blocks:
             self._told_left_out = True
             warnings.warn(
@@ -512,13 +512,12 @@ def _absolute(destination: str | os.PathLike[str]) -> Path:
 
 
 def _expect_data(plan: TransferPlan) -> None:
-    for block in plan.blocks:
-        for unit in block.units:
-            if any(tensor.is_meta for tensor in unit.tensors):
-                raise ExportError(
-                    f"{unit.exports[0].key}: the parameter, or what the optimizer holds for it, is on the meta device "
-                    "and has no data; expected tensors with data"
-                )
+    for unit in _one_unit_each(plan):
+        if any(tensor.is_meta for tensor in unit.tensors):
+            raise ExportError(
+                f"{unit.exports[0].key}: the parameter, or what the optimizer holds for it, is on the meta device "
+                "and has no data; expected tensors with data"
+            )
 
 
 def _devices(plan: TransferPlan) -> set[torch.device]:
@@ -526,15 +525,25 @@ def _devices(plan: TransferPlan) -> set[torch.device]:
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         # What is on the host may still be on its way there from the device that the trainer uses.
         devices.add(torch.device("cuda", torch.cuda.current_device()))
-    devices.update(tensor.device for block in plan.blocks for unit in block.units for tensor in unit.tensors)
+    devices.update(tensor.device for unit in _one_unit_each(plan) for tensor in unit.tensors)
     return devices
+
+
+def _one_unit_each(plan: TransferPlan) -> list[Unit]:
+    """Return the first unit of every parameter; its tensors are those of the others."""
+    first: dict[int, Unit] = {}
+    for block in plan.blocks:
+        for unit in block.units:
+            first.setdefault(id(unit.parameter), unit)
+    return list(first.values())
 
 
 def _steps(plan: TransferPlan, log: TransferLog) -> dict[str, int]:
     """Return the step of every key; each parameter's is read once."""
-    units = {id(unit.parameter): unit for block in plan.blocks for unit in block.units}
-    named_steps = [(unit.exports[0].key, unit.state.step if unit.state else None) for unit in units.values()]
-    by_parameter = dict(zip(units, read_steps(named_steps, log), strict=True))
+    units = _one_unit_each(plan)
+    named_steps = [(unit.exports[0].key, unit.state.step if unit.state else None) for unit in units]
+    steps = read_steps(named_steps, log)
+    by_parameter = {id(unit.parameter): step for unit, step in zip(units, steps, strict=True)}
     return {
         export.key: by_parameter[id(unit.parameter)]
         for block in plan.blocks

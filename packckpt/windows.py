@@ -200,9 +200,14 @@ def expect_rows_fit(files: Iterable[FilePlan], buffer_bytes: int) -> None:
     Raises:
         ExportError: names the key and the sizes.
     """
+    fitting: set[tuple[int, torch.dtype]] = set()
     for file in files:
         for export, _ in file.exports:
-            row_bytes = export.shape[1] * file.dtype_of(export).itemsize
+            row = (id(export.parameter), file.dtype_of(export))
+            if row in fitting:
+                continue
+            fitting.add(row)
+            row_bytes = export.shape[1] * row[1].itemsize
             if row_bytes > buffer_bytes:
                 raise ExportError(
                     f"{export.key}: one row of the exported tensor takes {row_bytes} bytes, a buffer holds "
