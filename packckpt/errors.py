@@ -1,10 +1,12 @@
-"""The one family of errors that packckpt raises on purpose.
+"""The one family of errors that packckpt raises on purpose, and its warnings.
 
 A message names the key or file, what was found, what was expected and what to do about it.
 """
 
 from __future__ import annotations
 
+import sys
+import warnings
 from collections.abc import Sequence
 
 
@@ -46,3 +48,12 @@ class CheckpointError(PackckptError):
     def __init__(self, message: str, problems: Sequence[str] = ()) -> None:
         super().__init__(message)
         self.problems = tuple(problems) or (message,)
+
+
+def warn_caller(message: str) -> None:
+    """Warn, and name the line outside of packckpt that led here, however many calls it is away."""
+    package = __name__.partition(".")[0]
+    level, frame = 1, sys._getframe(0)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] == package:
+        level, frame = level + 1, frame.f_back
+    warnings.warn(message, stacklevel=level)

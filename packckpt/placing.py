@@ -23,6 +23,7 @@ from packckpt.windows import DEFAULT_BUFFER_BYTES
 
 # (keys) -> their whole tensors in the checkpoint: positions in keys, and a tensor `[positions, out, in]`
 Source = Callable[[Sequence[str]], Iterator[tuple[list[int], torch.Tensor]]]
+_MOST_WAITING_BYTES = 64 << 20
 _JOB_BYTES = 2 << 20  # of rows that one thread writes at a time
 
 
@@ -54,17 +55,20 @@ class Placer:
         self._ring: Ring | None = None
         self._in_flight: deque[_InFlight] = deque()
         self._threads = ThreadPoolExecutor(min(MOST_THREADS, usable_cores()), "packckpt-place")
-        self._writes: list[Future[None]] = []
+        self._writes: deque[tuple[Future[None], int]] = deque()
+        self._waiting_bytes = 0
 
     def __enter__(self) -> Placer:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._threads.shutdown(cancel_futures=kind is not None)
-        if kind is None:
-            self._finish_writes()
-        while kind is None and self._in_flight:
-            self._wait_for_oldest()
+        try:
+            if kind is None:
+                self._finish_writes()
+        finally:
+            while self._in_flight:
+                self._wait_for_oldest()
 
     def make_room(self, devices: Iterable[torch.device]) -> None:
         """Make the ring now, where one of the devices is an accelerator: before anything is written."""
@@ -122,13 +126,22 @@ class Placer:
                 step = max(1, _JOB_BYTES // max(1, stack[0].numel() * stack.element_size()))
                 for start in range(0, len(found), step):
                     where = [rows[positions[index]] for index in found[start : start + step]]
-                    part = stack[start : start + step]
-                    self._writes.append(self._threads.submit(_write_rows, destination, where, first, part))
+                    self._begin_write(destination, where, first, stack[start : start + step])
 
-    def _finish_writes(self) -> None:
-        for write in self._writes:
+    def _begin_write(self, destination: torch.Tensor, rows: Sequence[int], export: Export, stack: torch.Tensor) -> None:
+        count_bytes = stack.numel() * stack.element_size()
+        # What is not aligned in its file was copied, so what waits is bounded.
+        self._finish_writes(_MOST_WAITING_BYTES - count_bytes)
+        mode = torch.is_inference_mode_enabled()
+        self._writes.append((self._threads.submit(_write_rows, destination, rows, export, stack, mode), count_bytes))
+        self._waiting_bytes += count_bytes
+
+    def _finish_writes(self, most_bytes: int = -1) -> None:
+        """Wait for the oldest writes until no more than so many bytes wait; by default for all."""
+        while self._writes and self._waiting_bytes > most_bytes:
+            write, count_bytes = self._writes.popleft()
+            self._waiting_bytes -= count_bytes
             write.result()
-        self._writes.clear()
 
     def _acquire(self, device: torch.device, count_bytes: int) -> Slot:
         self.make_room([device])
@@ -143,8 +156,15 @@ class Placer:
         oldest.slot.release()
 
 
-def _write_rows(destination: torch.Tensor, rows: Sequence[int], export: Export, stack: torch.Tensor) -> None:
+def _write_rows(
+    destination: torch.Tensor, rows: Sequence[int], export: Export, stack: torch.Tensor, inference_mode: bool
+) -> None:
     """Write what an export's shard takes of every tensor of a stack to the given rows."""
+    with torch.inference_mode(inference_mode):  # each thread has a mode of its own; the caller's holds
+        _write_parts(destination, rows, export, stack)
+
+
+def _write_parts(destination: torch.Tensor, rows: Sequence[int], export: Export, stack: torch.Tensor) -> None:
     parts = cut_shard(export.key, stack, export.shard, export.shape)
     if len(rows) == 1 or parts.dtype is not destination.dtype:
         for row, part in zip(rows, parts, strict=True):

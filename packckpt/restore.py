@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -11,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from packckpt.errors import ExportError, OptimizerError
+from packckpt.errors import ExportError, OptimizerError, warn_caller
 from packckpt.exports import Export, check_exports, named
 from packckpt.merge import cut_shard
 from packckpt.optimizer import MOMENTS, AdamState, Hyperparameters, ParameterState
@@ -80,7 +79,7 @@ def restore(
     entries = [_entry(target, target.state) if target.state is not None else {} for target in targets]
     largest_bytes = max((8 * math.prod(checkpoint.spec(export.key).shape) for export in checked), default=0)
     with torch.no_grad(), Placer(largest_bytes) as placer:
-        placer.make_room(target.parameter.device for target in targets)
+        placer.make_room(tensor.device for target in targets for tensor in _tensors(target.parameter, target.state))
         for target, entry in zip(targets, entries, strict=True):
             placer.place(target.parameter, target.exports, partial(checkpoint.stacks, WEIGHTS))
             if target.state is not None:
@@ -125,6 +124,11 @@ def _targets(checkpoint: Checkpoint, exports: Sequence[Export], state: AdamState
 def _expect_fitting(checkpoint: Checkpoint, target: _Target, fitting: set[object]) -> None:
     """Refuse what cannot be placed; `fitting` holds the cuts that are known to be possible."""
     rows: dict[int | None, str] = {}
+    if any(tensor.is_meta for tensor in _tensors(target.parameter, target.state)):
+        raise ExportError(
+            f"{target.exports[0].key}: the parameter, or what the optimizer holds for it, is on the meta device and "
+            "has no data; expected tensors with data"
+        )
     for export in target.exports:
         spec = checkpoint.spec(export.key)
         if spec.dtype is not target.parameter.dtype:
@@ -181,22 +185,22 @@ def _warn_hyperparameters(saved: Hyperparameters | None, present: Hyperparameter
     before, now = (saved.as_dict() if saved else {}), present.as_dict()
     differing = [f"{name} {before[name]!r} -> {now[name]!r}" for name in before if before[name] != now[name]]
     if differing:
-        warnings.warn(
-            f"the optimizer's hyper-parameters differ from the checkpoint's and were left: {', '.join(differing)}",
-            stacklevel=4,
+        warn_caller(
+            f"the optimizer's hyper-parameters differ from the checkpoint's and were left: {', '.join(differing)}"
         )
 
 
 def _entry(target: _Target, held: ParameterState) -> dict[str, Any]:
     """Return the optimizer's entry for a parameter: moments to be written, made where it holds none, and the step."""
     entry: dict[str, Any] = {}
-    for name in MOMENTS:
-        value = held.component(name)
-        with torch.no_grad():
-            missing = torch.zeros_like(held.master, memory_format=torch.preserve_format) if value is None else value
-        entry[name] = missing
-    # Always a tensor of its own: parameters may share the one that is there.
-    entry["step"] = _step_like(held.step, target.step, held.master, target.group)
+    # An optimizer cannot step tensors that were made in inference mode.
+    with torch.inference_mode(False), torch.no_grad():
+        for name in MOMENTS:
+            value = held.component(name)
+            made = torch.zeros_like(held.master, memory_format=torch.preserve_format) if value is None else value
+            entry[name] = made
+        # Always a tensor of its own: parameters may share the one that is there.
+        entry["step"] = _step_like(held.step, target.step, held.master, target.group)
     return entry
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import threading
-import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -16,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from packckpt.commit import Commit, WholeFile, expect_free, owners_of_files
-from packckpt.errors import ExportError, PackckptError, SaveError
+from packckpt.errors import ExportError, PackckptError, SaveError, warn_caller
 from packckpt.exports import Export, named
 from packckpt.manifest import portable_config
 from packckpt.merge import MergedKey, blocks_of, merge_entries
@@ -333,12 +332,11 @@ class CheckpointSaver:
             return
         left_out = state.stepped_but_not(unit.parameter for unit in _one_unit_each(plan))
         if left_out and plan.blocks:
-            self._told_left_out = True
-            warnings.warn(
-                f"the optimizer also steps what no export of this rank names, and the checkpoint will not hold it: "
-                f"{named(left_out, 4)}; save that another way, or export it",
-                stacklevel=7,
+            warn_caller(
+                f"the optimizer also steps what no export of this rank names: {named(left_out, 4)}. Unless another "
+                "rank exports it, the checkpoint will not hold it: save it another way, or export it"
             )
+            self._told_left_out = True
 
     def _snapshot(
         self, local: _Local, rank: int, verdict: Message, log: TransferLog
@@ -554,10 +552,7 @@ def _steps(plan: TransferPlan, log: TransferLog) -> dict[str, int]:
 
 def _warn_narrowed(plan: TransferPlan) -> None:
     if plan.narrowed_keys:
-        warnings.warn(
-            f"optimizer state is float64 and is saved as float32, which rounds it: {named(plan.narrowed_keys)}",
-            stacklevel=7,
-        )
+        warn_caller(f"optimizer state is float64 and is saved as float32, which rounds it: {named(plan.narrowed_keys)}")
 
 
 def _expect_agreement(messages: Sequence[Message]) -> None:

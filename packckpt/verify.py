@@ -115,7 +115,14 @@ def _open_tensors(path: Path, headers: Headers) -> TensorFileReader:
             pass  # opening it checks lengths, offsets and gaps
     except SafetensorError as error:
         raise CheckpointError(f"{path}: not a safetensors file: {error}") from None
-    reader = TensorFileReader(path, headers)
+    except (OSError, RuntimeError) as error:
+        raise CheckpointError(f"{path}: cannot be opened: {error}") from None
+    try:
+        reader = TensorFileReader(path, headers)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path}: has a header that packckpt does not read: {error}") from None
+    except (OSError, RuntimeError) as error:
+        raise CheckpointError(f"{path}: cannot be opened: {error}") from None
     for name, (dtype, *_) in reader.entries.items():
         if dtype not in DTYPE_OF_NAME:
             raise CheckpointError(f"{path}: {name} has dtype {dtype}; expected one of {', '.join(DTYPE_OF_NAME)}")

@@ -224,6 +224,13 @@ class TestDtypes:
                     saver.prepare(tmp_path / str(number), kept, trainer.state, CONFIG)
                     saver.finalize(tmp_path / str(number))
             saver.save(tmp_path / "none", kept, None, CONFIG)
+        with CheckpointSaver(path, durable=False) as saver, pytest.warns(UserWarning, match="also steps") as by_save:
+            saver.save(tmp_path / "save", kept, trainer.state, CONFIG)
+        assert by_save[0].filename == __file__
+        with CheckpointSaver(path, durable=False) as saver:
+            for number in range(2):  # the suite makes warnings errors: one that stopped a save is told again
+                with pytest.raises(UserWarning, match="also steps"):
+                    saver.save(tmp_path / f"error-{number}", kept, trainer.state, CONFIG)
 
         (warning,) = caught
         assert "the optimizer also steps what no export of this rank names" in str(warning.message)

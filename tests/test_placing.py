@@ -39,6 +39,22 @@ def test_stacks_in_any_order_reach_their_rows(
     assert_same_tensor(emulated.to_host(target) if target.device.type != "cpu" else target, wanted.to(dtype))
 
 
+def test_what_waits_to_be_written_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tensors that are not aligned in their file were copied, one by one."""
+    monkeypatch.setattr("packckpt.placing._MOST_WAITING_BYTES", 100)
+    target, waiting = torch.zeros(64, 2, 3), []
+    with Placer(1 << 10) as placer:
+
+        def one_by_one(keys: Sequence[str]) -> Iterator[tuple[list[int], torch.Tensor]]:
+            for position, key in enumerate(keys):
+                waiting.append(placer._waiting_bytes)
+                yield [position], torch.full((1, 3, 2), float(key))
+
+        placer.place(target, [Export(str(row), target, expert=row) for row in range(64)], one_by_one)
+    assert 0 < max(waiting) <= 100
+    assert_same_tensor(target, torch.arange(64.0).reshape(64, 1, 1).expand(64, 2, 3).contiguous())
+
+
 @pytest.mark.parametrize("buffer_bytes", [64, 96, 200, 1 << 20])
 def test_tensors_of_many_sizes_go_through_a_small_ring(buffer_bytes: int) -> None:
     """Small and full chunks in turn: letting the oldest go need not make room in one piece."""

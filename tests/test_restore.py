@@ -11,8 +11,10 @@ import pytest
 import torch
 
 from packckpt import (
+    AdamState,
     Checkpoint,
     CheckpointError,
+    CheckpointSaver,
     Export,
     ExportError,
     OptimizerError,
@@ -23,6 +25,7 @@ from packckpt import (
 from packckpt.merge import cut_shard
 from tests import emulated
 from tests.builders import (
+    CONFIG,
     MOMENTS,
     PREFIX,
     STRIDES,
@@ -656,3 +659,32 @@ def test_the_manifest_of_a_restored_trainer_is_the_same(tmp_path: Path) -> None:
     assert save(tmp_path / "b", trainer) == digest
     assert json.loads((tmp_path / "b" / "checkpoint.json").read_text())["digest"] == digest
     assert PREFIX in trainer.exports[0].key
+
+
+def test_in_inference_mode_moments_are_made_that_an_optimizer_can_step(tmp_path: Path) -> None:
+    parameter = torch.nn.Parameter(arange(2, 3, 2).to(torch.bfloat16))
+    stepped = torch.optim.AdamW([parameter])
+    parameter.grad = torch.ones_like(parameter)
+    stepped.step()
+    exports = [Export(f"k{row}", parameter, expert=row) for row in range(2)]
+    with CheckpointSaver(durable=False) as saver:
+        saver.save(tmp_path / "c", exports, AdamState.from_optimizer(stepped), CONFIG)
+    wanted = {name: value.clone() for name, value in stepped.state[parameter].items()}
+    fresh = torch.optim.AdamW([parameter])
+
+    with load_checkpoint(tmp_path / "c") as checkpoint, torch.inference_mode():
+        parameter.zero_()
+        checkpoint.restore(exports, fresh)
+
+    for name, value in wanted.items():
+        assert torch.equal(fresh.state[parameter][name], value), name
+    fresh.step()
+
+
+def test_parameters_without_data_are_refused(tmp_path: Path) -> None:
+    parameter = torch.nn.Parameter(arange(2, 3))
+    with CheckpointSaver(durable=False) as saver:
+        saver.save(tmp_path / "c", [Export("k", parameter)], None, CONFIG)
+
+    with load_checkpoint(tmp_path / "c") as checkpoint, pytest.raises(ExportError, match=r"k: .* on the meta device"):
+        checkpoint.restore([Export("k", parameter.to("meta"))], None)

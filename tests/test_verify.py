@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
@@ -11,12 +12,13 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from packckpt import CheckpointError, load_checkpoint, verify_checkpoint
-from packckpt.manifest import file_digest
+from packckpt import CheckpointError, Export, load_checkpoint, verify_checkpoint
+from packckpt.manifest import config_bytes, file_digest, manifest_bytes
 from packckpt.verify import unlisted_files, verified_contents
-from tests.builders import Trainer, arange, file_bytes, key_of, save
+from tests.builders import CONFIG, Trainer, arange, file_bytes, key_of, save
 from tests.test_manifest import digest_of
 
 ADAPTER = "adapter_model.safetensors"
@@ -310,3 +312,67 @@ def test_a_copy_verifies_with_the_same_digest(saved: Path, tmp_path: Path) -> No
     shutil.copytree(saved, tmp_path / "copy")
 
     assert verify_checkpoint(tmp_path / "copy") == verify_checkpoint(saved)
+
+
+def sealed_adapter(root: Path, header: str) -> Path:
+    """Write a checkpoint without optimizer around a header, with right digests; safetensors accepts the header."""
+    root.mkdir()
+    encoded = header.encode()
+    encoded += b" " * (-len(encoded) % 8)
+    files = {ADAPTER: len(encoded).to_bytes(8, "little") + encoded + bytes(16), CONFIG_FILE: config_bytes(CONFIG)}
+    for name, content in files.items():
+        (root / name).write_bytes(content)
+    digests = {name: hashlib.blake2b(content, digest_size=32).hexdigest() for name, content in files.items()}
+    (root / "checkpoint.json").write_bytes(manifest_bytes(CONFIG["base_model_name_or_path"], None, {}, {}, digests)[0])
+    return root
+
+
+PLAIN = '{"dtype":"F32","shape":[2,2],"data_offsets":[0,16]}'
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        '{"k":{"dtype":"F32","shape":[2,2],"data_offsets":[0,16],"x":{"data_offsets":[]}}}',
+        '{"k":{"dtype":"F32","shape":[2,2],"data_offsets":[0,16],"x":{"dtype":"F32","shape":3,"data_offsets":[1]}}}',
+        '{"k":["F32",[2,2],[0,16]]}',
+        '{"data_offsets":["F32",[2,2],[0,16]]}',
+        '{"k":{"dtype":{"F32":null},"shape":[2,2],"data_offsets":[0,16]}}',
+        f'{{"k":{{"dtype":"F32","shape":[0,9223372036854775808],"data_offsets":[0,0]}},"m":{PLAIN}}}',
+    ],
+)
+@pytest.mark.parametrize("read", [verify_checkpoint, load_checkpoint])
+def test_headers_that_safetensors_takes_and_the_format_does_not_know(read: Any, header: str, tmp_path: Path) -> None:
+    root = sealed_adapter(tmp_path / "c", header)
+    with safe_open(root / ADAPTER, framework="pt"):
+        pass
+
+    with pytest.raises(CheckpointError, match=r"a header that packckpt does not read: (k|data_offsets) is desc"):
+        read(root)
+    load_checkpoint(sealed_adapter(tmp_path / "plain", f'{{"k":{PLAIN}}}')).close()
+
+
+def test_a_checkpoint_of_many_files_holds_no_descriptors(tmp_path: Path) -> None:
+    trainer = Trainer()
+    for layer in range(40):
+        trainer.packed(f"layer{layer}", experts=1)
+    trainer.exports = [
+        Export(f"m.layers.{layer}.{export.key}", export.parameter, export.expert)
+        for layer, export in enumerate(trainer.exports)
+    ]
+    save(tmp_path / "c", trainer)
+    before = len(os.listdir("/proc/self/fd"))
+
+    with load_checkpoint(tmp_path / "c") as checkpoint:
+        assert len(list((tmp_path / "c" / "optimizer").iterdir())) == 120
+        assert len(os.listdir("/proc/self/fd")) == before
+        assert len(checkpoint.keys) == 40
+
+
+def test_a_file_that_cannot_be_opened_is_a_problem(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_more(*_: object, **__: object) -> None:
+        raise OSError(24, "Too many open files")
+
+    monkeypatch.setattr("packckpt.verify.TensorFileReader", no_more)
+    with pytest.raises(CheckpointError, match=r"cannot be opened: .*Too many open files"):
+        verify_checkpoint(saved)
