@@ -37,7 +37,7 @@ class TensorFileReader:
         with open(path, "rb") as file:
             size_bytes = os.fstat(file.fileno()).st_size
             # Private, since torch wants memory that may be written; unlike Python's, its maps keep no descriptor open.
-            self._bytes = torch.from_file(f"/dev/fd/{file.fileno()}", size=size_bytes, dtype=torch.uint8)
+            self._bytes = torch.from_file(_name_for_torch(path, file.fileno()), size=size_bytes, dtype=torch.uint8)
         self._start = 8 + int.from_bytes(host_bytes(self._bytes[:8]), "little")
         header = host_bytes(self._bytes[8 : self._start]).tobytes()
         headers = {} if headers is None else headers
@@ -95,6 +95,16 @@ class TensorFileReader:
 def spec_of(name: str, entry: Entry) -> TensorSpec:
     """Return dtype and shape of a tensor, from what the header says of it."""
     return TensorSpec(name, DTYPE_OF_NAME[entry[0]], entry[1])
+
+
+def _name_for_torch(path: str | os.PathLike[str], descriptor: int) -> str:
+    """Return a name of an open file that torch can take: it wants UTF-8, which a path need not be."""
+    name = os.fspath(path)
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        return f"/dev/fd/{descriptor}"
+    return name
 
 
 def _parse(header: bytes) -> dict[str, Entry]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -106,6 +107,14 @@ def test_a_header_is_parsed_once_for_files_that_share_it(tmp_path: Path, monkeyp
 
     assert len(parsed) == 2
     assert [reader.tensor("k").flatten()[1].item() for reader in readers] == [1, 2, 1]
+
+
+def test_a_path_need_not_be_unicode(tmp_path: Path) -> None:
+    folder = tmp_path / os.fsdecode(b"caf\xe9")
+    folder.mkdir()
+    write_tensors(folder / "f", {"k": torch.arange(3.0)})
+
+    assert TensorFileReader(folder / "f").tensor("k").tolist() == [0, 1, 2]
 
 
 def test_names_of_a_header_may_be_words_of_the_format(tmp_path: Path) -> None:
