@@ -111,8 +111,8 @@ class Export:
     @property
     def shape(self) -> tuple[int, int]:
         """Shape `(out, in)` of the exported tensor on this rank."""
-        rows, columns = self.parameter.shape[-2:]
-        return columns, rows
+        shape = self.parameter.shape
+        return shape[-1], shape[-2]
 
     @property
     def block(self) -> str:
