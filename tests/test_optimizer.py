@@ -124,6 +124,15 @@ class TestReading:
         AdamState.from_optimizer(optimizer, [(p, first), (p, first)])
 
 
+def test_a_pair_the_wrong_way_round_is_told(tmp_path: Path) -> None:
+    trained, master = parameter(), parameter()
+    state = AdamState.from_optimizer(torch.optim.AdamW([master]), [(master, trained)])
+
+    with pytest.raises(OptimizerError, match=r"k: AdamW steps the first tensor of its pair .*the wrong way round"):
+        CheckpointSaver().prepare(tmp_path / "c", [Export("k", master, expert=0)], state, CONFIG)
+    assert names_in(tmp_path) == []
+
+
 class TestHyperparameters:
     def test_are_plain_floats(self) -> None:
         optimizer = torch.optim.AdamW([parameter()], lr=torch.tensor(0.25), betas=(0.5, 0.75), eps=1, weight_decay=0)
