@@ -16,7 +16,7 @@ from pathlib import Path
 from analysis.compare import compare, comparison_text
 from analysis.decision import EXIT_CODES, Outcome, decide
 from analysis.github import comment_body, write_job_summary
-from analysis.load import Run, RunError, load_run, load_sound_run
+from analysis.load import Run, RunError, holds_run, load_run, load_sound_run
 from analysis.policy import POLICY_FILE, Policy, PolicyError, load_policy
 from analysis.report import make_report, terminal_screen
 from analysis.results import (
@@ -30,7 +30,7 @@ from analysis.results import (
     write_report,
 )
 from analysis.words import decision_json, decision_text
-from benchmarks.record import RECORDS_FILE, RUN_FILE
+from benchmarks.record import RUN_FILE
 
 FINE, WRONG, USAGE = 0, 1, 2
 HOLD, NOT_ENOUGH = EXIT_CODES[Outcome.HOLD], EXIT_CODES[Outcome.NOT_ENOUGH]
@@ -173,7 +173,7 @@ def _run_folder(text: str) -> Path:
     path = Path(text)
     if not path.is_dir():
         raise argparse.ArgumentTypeError(f"{text!r} is no folder; expected a run such as results/runs/<run>")
-    if not any((path / name).exists() for name in (RUN_FILE, RECORDS_FILE)):
+    if not holds_run(path):
         raise argparse.ArgumentTypeError(f"{text!r} holds no {RUN_FILE}; expected a run such as results/runs/<run>")
     return path
 

@@ -17,7 +17,7 @@ from analysis.policy import Policy
 from analysis.rounds import by_round
 from analysis.statistics import Array, Interval
 from analysis.tables import Notes, NumberedCase, Table, cell, fence_of, path_label, worst_first
-from analysis.units import number, size, span
+from analysis.units import number, ranks_text, size, span
 
 # More points than a plot of this width can show, and more rows than anyone reads.
 TIMELINE_POINTS = 40
@@ -276,10 +276,9 @@ def growth(cases: Sequence[NumberedCase]) -> Chart | NoChart:
         Table(("path", "layers", "prepare MB", "save MB"), tuple(rows), left=1),
         Table(("path", "layers", "prepare ×", "save ×"), tuple(factors), left=2),
     )
-    ranks = f"{world_size} rank{'s' if world_size > 1 else ''}"
     words = (
-        f"{family}, {ranks}: peak over what was resident, of all ranks, worst save. A line that is flat does not grow "
-        "with the model."
+        f"{family}, {ranks_text(world_size)}: peak over what was resident, of all ranks, worst save. A line "
+        "that is flat does not grow with the model."
     )
     hardware = hardware_words(families[family, world_size])
     return Chart("growth", title, hardware, grown, tables, words)

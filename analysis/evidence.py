@@ -19,6 +19,7 @@ from analysis.load import Run
 from analysis.missing import Missing
 from analysis.rounds import by_round
 from analysis.statistics import Array
+from analysis.units import ranks_text
 from benchmarks.record import COUNTED, COUNTERS, Count, Identity, Record
 
 CAPTURE_ONLY = "reference"
@@ -322,7 +323,7 @@ class CaseEvidence:
     @property
     def title(self) -> str:
         """Name for people: the case, and on how many ranks."""
-        return f"{self.case_id}, {self.world_size} rank{'s' if self.world_size > 1 else ''}"
+        return f"{self.case_id}, {ranks_text(self.world_size)}"
 
     @cached_property
     def device_words(self) -> str:

@@ -78,6 +78,11 @@ class Run:
         return [identity for identity in self.expected if identity not in written]
 
 
+def holds_run(folder: Path) -> bool:
+    """Return whether a folder holds a run, or what is left of one."""
+    return any((folder / name).exists() for name in (RUN_FILE, RECORDS_FILE))
+
+
 def load_run(folder: Path) -> Run:
     """Read a run; its faults are part of the answer.
 
@@ -87,7 +92,7 @@ def load_run(folder: Path) -> Run:
     folder = Path(folder)
     if not folder.is_dir():
         raise RunError(f"{folder} is no folder; expected a run such as results/runs/<run>")
-    if not (folder / RUN_FILE).exists() and not (folder / RECORDS_FILE).exists():
+    if not holds_run(folder):
         raise RunError(f"{folder} holds neither {RUN_FILE} nor {RECORDS_FILE}; expected a run")
     faults: list[str] = []
     notes: list[str] = []

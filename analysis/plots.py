@@ -17,7 +17,7 @@ from analysis.charts import Bar, Chart, Curve, Dots, Growth, Row, Series
 from analysis.missing import Missing
 from analysis.statistics import Interval
 from analysis.tables import path_label
-from analysis.units import UNITS, number, size
+from analysis.units import UNITS, number, ranks_text, size
 
 DOTS_PER_INCH = 100
 WIDTH_INCHES = 8.0
@@ -359,6 +359,21 @@ def _memory_panel(axes: Axes, bars: Sequence[Bar], lines: Lines, first_part: int
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
 
 
+def _line(axes: Axes, path: str, across: Sequence[float], up: Sequence[float], marker_size: float) -> None:
+    """Draw a quantity of one path as a line with the path's look."""
+    style = look(path)
+    axes.plot(
+        across,
+        up,
+        color=style.colour,
+        linestyle=style.line,
+        marker=style.marker,
+        markersize=marker_size,
+        linewidth=1.2,
+        label=path_label(path),
+    )
+
+
 def _growth(chart: Chart) -> Figure:
     lines = [item for item in chart.content if isinstance(item, Growth)]
     figure = _canvas(chart, 3.0, left_inches=0.7, foot_inches=0.85)
@@ -367,18 +382,8 @@ def _growth(chart: Chart) -> Figure:
     scale = UNITS["bytes"].per_base
     for panel, name in zip(axes, ("prepare", "whole save"), strict=True):
         for each in lines:
-            style = look(each.path)
             values = each.prepare_bytes if name == "prepare" else each.save_bytes
-            panel.plot(
-                each.layers,
-                [value * scale for value in values],
-                color=style.outline,
-                linestyle=style.line,
-                marker=style.marker,
-                markersize=5,
-                linewidth=1.2,
-                label=path_label(each.path),
-            )
+            _line(panel, each.path, each.layers, [value * scale for value in values], marker_size=5)
         panel.set_title(name, loc="left", fontsize=8, pad=3)
         panel.set_xlabel("layers")
         panel.set_xticks(sorted({layers for each in lines for layers in each.layers}))
@@ -407,17 +412,8 @@ def _timeline(chart: Chart) -> Figure:
             values = curve.host_bytes if name == "host" else curve.device_bytes
             if isinstance(values, Missing):
                 continue
-            style = look(curve.path)
-            panel.plot(
-                [each * seconds for each in curve.seconds],
-                [each * UNITS["bytes"].per_base for each in values],
-                color=style.colour,
-                linestyle=style.line,
-                marker=style.marker,
-                markersize=2.5,
-                linewidth=1.2,
-                label=path_label(curve.path),
-            )
+            across = [each * seconds for each in curve.seconds]
+            _line(panel, curve.path, across, [each * UNITS["bytes"].per_base for each in values], marker_size=2.5)
         panel.set_ylabel(f"{name}, {UNITS['bytes'].symbol} over start")
         panel.grid(True, axis="y")
         panel.margins(y=0.08)
@@ -479,7 +475,7 @@ def _draw_series(axes: Axes, series: Series, place: int, count: int) -> None:
         if not points:
             continue
         ratios = [point.ratio for point in points]
-        ranks = f"{series.world_size} rank{'s' if series.world_size > 1 else ''}"
+        ranks = ranks_text(series.world_size)
         axes.errorbar(
             [point.slice_bytes * shift for point in points],
             [ratio.value for ratio in ratios],

@@ -71,6 +71,11 @@ def span(value: float, low: float, high: float, unit: str) -> str:
     return f"{number(value, unit)} [{number(low, unit)}-{number(high, unit)}]"
 
 
+def ranks_text(count: int) -> str:
+    """Return a number of ranks in words: `1 rank`, `2 ranks`."""
+    return f"{count} rank{'s' if count > 1 else ''}"
+
+
 def size(value: int) -> str:
     """Return a slice size, which is a power of two more often than not: `64 KiB`."""
     for power, name in ((30, "GiB"), (20, "MiB"), (10, "KiB")):

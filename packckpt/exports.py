@@ -140,6 +140,19 @@ def check_exports(exports: Iterable[Export]) -> list[Export]:
     return checked
 
 
+def expect_data(key: str, tensors: Iterable[torch.Tensor]) -> None:
+    """Refuse a parameter, or what an optimizer holds for it, that is on the meta device.
+
+    Raises:
+        ExportError: names the key.
+    """
+    if any(tensor.is_meta for tensor in tensors):
+        raise ExportError(
+            f"{key}: the parameter, or what the optimizer holds for it, is on the meta device and has no data; "
+            "expected tensors with data"
+        )
+
+
 def named(keys: Sequence[str], limit: int = 8) -> str:
     """Return the first keys as a phrase: `a, b, ... (12 in all)`."""
     shown = ", ".join(keys[:limit])

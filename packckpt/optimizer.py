@@ -55,6 +55,12 @@ class ParameterState:
         value: torch.Tensor | None = getattr(self, name)
         return value
 
+    @property
+    def held(self) -> list[torch.Tensor]:
+        """Master and moments, as far as the optimizer holds them."""
+        found = (self.component(name) for name in COMPONENTS)
+        return [tensor for tensor in found if tensor is not None]
+
 
 class AdamState:
     """A live view of an Adam-like optimizer: every read sees the optimizer as it is at that moment.

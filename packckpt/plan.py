@@ -39,9 +39,7 @@ class Unit:
     @property
     def tensors(self) -> list[torch.Tensor]:
         """The parameter, and what the optimizer holds for it."""
-        state = self.state
-        held = [] if state is None else [state.component(component) for component in COMPONENTS]
-        return [self.parameter, *(tensor for tensor in held if tensor is not None)]
+        return [self.parameter, *(self.state.held if self.state is not None else ())]
 
 
 @dataclass(frozen=True, slots=True, eq=False)

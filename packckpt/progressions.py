@@ -7,24 +7,14 @@ from collections.abc import Sequence
 
 def progressions(numbers: Sequence[int]) -> list[range]:
     """Split ascending numbers into as few slices as a look ahead of one finds: `0, 1, 2, 6, 8` is `0..2`, `6, 8`."""
-    slices: list[range] = []
-    start = 0
-    while start < len(numbers):
-        stop = start + 1
-        # A number may stand twice (a row that is exported under two keys); no slice holds it twice.
-        step = max(1, numbers[stop] - numbers[start]) if stop < len(numbers) else 1
-        while stop < len(numbers) and numbers[stop] - numbers[stop - 1] == step:
-            stop += 1
-        slices.append(range(numbers[start], numbers[stop - 1] + 1, step))
-        start = stop
-    return slices
+    return [rows for rows, _ in paired_progressions(numbers, numbers)]
 
 
 def paired_progressions(rows: Sequence[int], places: Sequence[int]) -> list[tuple[range, range]]:
     """Split pairs of a row and a place into as few pairs of slices as a look ahead of one finds.
 
     Args:
-        rows: ascending; one may stand twice.
+        rows: ascending; one may stand twice (a row that is exported under two keys), and no slice holds it twice.
         places: one for each row, in any order; no slice goes down.
     """
     pairs: list[tuple[range, range]] = []

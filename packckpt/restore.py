@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from packckpt.errors import ExportError, OptimizerError, warn_caller
-from packckpt.exports import Export, check_exports, named
+from packckpt.exports import Export, check_exports, expect_data, named
 from packckpt.merge import cut_shard
 from packckpt.optimizer import MOMENTS, AdamState, Hyperparameters, ParameterState
 from packckpt.placing import Placer
@@ -30,6 +30,11 @@ class _Target:
     state: ParameterState | None
     step: int
     group: Mapping[str, Any]
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """The parameter, and what the optimizer holds for it."""
+        return [self.parameter, *(self.state.held if self.state is not None else ())]
 
 
 def restore(
@@ -79,7 +84,7 @@ def restore(
     entries = [_entry(target, target.state) if target.state is not None else {} for target in targets]
     largest_bytes = max((8 * math.prod(checkpoint.spec(export.key).shape) for export in checked), default=0)
     with torch.no_grad(), Placer(largest_bytes) as placer:
-        placer.make_room(tensor.device for target in targets for tensor in _tensors(target.parameter, target.state))
+        placer.make_room(tensor.device for target in targets for tensor in target.tensors)
         for target, entry in zip(targets, entries, strict=True):
             placer.place(target.parameter, target.exports, partial(checkpoint.stacks, WEIGHTS))
             if target.state is not None:
@@ -124,11 +129,7 @@ def _targets(checkpoint: Checkpoint, exports: Sequence[Export], state: AdamState
 def _expect_fitting(checkpoint: Checkpoint, target: _Target, fitting: set[object]) -> None:
     """Refuse what cannot be placed; `fitting` holds the cuts that are known to be possible."""
     rows: dict[int | None, str] = {}
-    if any(tensor.is_meta for tensor in _tensors(target.parameter, target.state)):
-        raise ExportError(
-            f"{target.exports[0].key}: the parameter, or what the optimizer holds for it, is on the meta device and "
-            "has no data; expected tensors with data"
-        )
+    expect_data(target.exports[0].key, target.tensors)
     for export in target.exports:
         spec = checkpoint.spec(export.key)
         if spec.dtype is not target.parameter.dtype:
@@ -157,8 +158,7 @@ def _expect_fitting(checkpoint: Checkpoint, target: _Target, fitting: set[object
 def _expect_distinct(targets: Iterable[_Target]) -> None:
     owner: dict[tuple[int, int], str] = {}
     for target in targets:
-        state = target.state
-        tensors = {id(t): t for t in _tensors(target.parameter, state)}
+        tensors = {id(tensor): tensor for tensor in target.tensors}
         for tensor in tensors.values():
             if not tensor.numel():
                 continue
@@ -172,13 +172,6 @@ def _expect_distinct(targets: Iterable[_Target]) -> None:
 
 def _steps_of(tensor: torch.Tensor) -> Iterator[tuple[int, int]]:
     return zip(tensor.stride(), tensor.shape, strict=True)
-
-
-def _tensors(parameter: torch.Tensor, state: ParameterState | None) -> Iterator[torch.Tensor]:
-    yield parameter
-    for value in () if state is None else (state.master, state.exp_avg, state.exp_avg_sq):
-        if value is not None:
-            yield value
 
 
 def _warn_hyperparameters(saved: Hyperparameters | None, present: Hyperparameters) -> None:

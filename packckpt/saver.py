@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from packckpt.commit import Commit, WholeFile, expect_free, owners_of_files
-from packckpt.errors import ExportError, PackckptError, SaveError, warn_caller
-from packckpt.exports import Export, named
+from packckpt.errors import PackckptError, SaveError, warn_caller
+from packckpt.exports import Export, expect_data, named
 from packckpt.manifest import portable_config
 from packckpt.merge import MergedKey, blocks_of, merge_entries
 from packckpt.optimizer import AdamState, Hyperparameters
@@ -314,24 +314,25 @@ class CheckpointSaver:
         expect_free(where)
         portable = portable_config(config)
         plan = plan_transfers(exports, state, self._path, self._stager.buffer_bytes)
-        _expect_data(plan)
+        units = _one_unit_each(plan)
+        for unit in units:
+            expect_data(unit.exports[0].key, unit.tensors)
         _warn_narrowed(plan)
         ordered = [export for block in plan.blocks for export in block.exports]
         if self._path == "staged":
             expect_rows_fit(plan.files, plan.buffer_bytes)
-        synchronize(_devices(plan))
+        synchronize(_devices(units))
         hyperparameters = None if state is None else state.hyperparameters()
-        self._warn_left_out(plan, state)
-        steps = None if state is None else _steps(plan, log)
+        self._warn_left_out(units, state)
+        steps = None if state is None else _steps(units, ordered, log)
         entries = entries_of(ordered, None if steps is None else [steps[export.key] for export in ordered])
         return _Local(where, portable, plan, hyperparameters, steps, entries)
 
-    def _warn_left_out(self, plan: TransferPlan, state: AdamState | None) -> None:
+    def _warn_left_out(self, units: Sequence[Unit], state: AdamState | None) -> None:
         """Say once what the optimizer steps and no export names: a resume would go on from other values of it."""
-        if state is None or self._told_left_out:
+        if state is None or self._told_left_out or not units:
             return
-        left_out = state.stepped_but_not(unit.parameter for unit in _one_unit_each(plan))
-        if left_out and plan.blocks:
+        if left_out := state.stepped_but_not(unit.parameter for unit in units):
             warn_caller(
                 f"the optimizer also steps what no export of this rank names: {named(left_out, 4)}. Unless another "
                 "rank exports it, the checkpoint will not hold it: save it another way, or export it"
@@ -509,21 +510,12 @@ def _absolute(destination: str | os.PathLike[str]) -> Path:
     return Path(os.path.realpath(path.parent)) / path.name
 
 
-def _expect_data(plan: TransferPlan) -> None:
-    for unit in _one_unit_each(plan):
-        if any(tensor.is_meta for tensor in unit.tensors):
-            raise ExportError(
-                f"{unit.exports[0].key}: the parameter, or what the optimizer holds for it, is on the meta device "
-                "and has no data; expected tensors with data"
-            )
-
-
-def _devices(plan: TransferPlan) -> set[torch.device]:
+def _devices(units: Iterable[Unit]) -> set[torch.device]:
     devices = set()
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         # What is on the host may still be on its way there from the device that the trainer uses.
         devices.add(torch.device("cuda", torch.cuda.current_device()))
-    devices.update(tensor.device for unit in _one_unit_each(plan) for tensor in unit.tensors)
+    devices.update(tensor.device for unit in units for tensor in unit.tensors)
     return devices
 
 
@@ -536,18 +528,12 @@ def _one_unit_each(plan: TransferPlan) -> list[Unit]:
     return list(first.values())
 
 
-def _steps(plan: TransferPlan, log: TransferLog) -> dict[str, int]:
+def _steps(units: Sequence[Unit], exports: Iterable[Export], log: TransferLog) -> dict[str, int]:
     """Return the step of every key; each parameter's is read once."""
-    units = _one_unit_each(plan)
     named_steps = [(unit.exports[0].key, unit.state.step if unit.state else None) for unit in units]
     steps = read_steps(named_steps, log)
     by_parameter = {id(unit.parameter): step for unit, step in zip(units, steps, strict=True)}
-    return {
-        export.key: by_parameter[id(unit.parameter)]
-        for block in plan.blocks
-        for unit in block.units
-        for export in unit.exports
-    }
+    return {export.key: by_parameter[id(export.parameter)] for export in exports}
 
 
 def _warn_narrowed(plan: TransferPlan) -> None:

@@ -74,9 +74,10 @@ class Stager:
         return self._parts(window, slot), wait
 
     def _parts(self, window: Window, slot: Slot) -> list[memoryview]:
-        """Return the bytes of a window in file order: mostly one part, and few of them keep threads out of each
-        other's way, as each is hashed by a call that needs the interpreter's lock before and after it."""
+        """Return the bytes of a window in file order."""
         memory = host_bytes(slot.memory)
+        # Each part is hashed by a call that needs the interpreter's lock before and after it: thousands of them keep
+        # threads waiting for one another.
         if window.contiguous:
             return [memory]
         places: dict[int, memoryview] = {}
@@ -181,26 +182,30 @@ def _places(copy: Copy, memory: memoryview) -> Iterator[tuple[int, memoryview]]:
 
 def _placed(run: Run, memory: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Yield views of a copy's memory, and of the source in exported order, for what belongs there."""
-    shape = run.shape
-    size = shape[0] * shape[1]
     if not run.packed:
-        yield memory[run.places[0] : run.places[0] + size].view(shape), _single(run.pieces[0])
+        yield from _placed_singly(run, memory)
         return
+    rows_of_piece, columns = run.shape
     for rows, places in run.segments:
-        span = memory[places[0] : places[-1] + size]
-        destination = span.as_strided((len(places), *shape), (places.step, shape[1], 1))
+        span = memory[places[0] : places[-1] + rows_of_piece * columns]
+        destination = span.as_strided((len(places), rows_of_piece, columns), (places.step, columns, 1))
         yield destination, run.source.detach()[rows.start : rows.stop : rows.step].transpose(1, 2)
+
+
+def _placed_singly(run: Run, memory: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Yield the same, piece by piece."""
+    rows, columns = run.shape
+    for piece, place in zip(run.pieces, run.places, strict=True):
+        yield memory[place : place + rows * columns].view(rows, columns), _single(piece)
 
 
 def _copy_rows(copy: Copy, host: torch.Tensor, kind: Kind, log: TransferLog) -> None:
     """Copy piece by piece in the source's own strides: on the device only a row with gaps takes memory."""
     for run in copy.runs:
-        for piece, place in zip(run.pieces, run.places, strict=True):
-            value = _single(piece)
+        for destination, value in _placed_singly(run, host):
             landed = torch.empty_like(value, device="cpu")
             copy_in(landed, value, kind, log)
-            rows = piece.stop - piece.start
-            host[place : place + rows * piece.columns].view(rows, piece.columns).copy_(landed)
+            destination.copy_(landed)
 
 
 def _single(piece: Piece) -> torch.Tensor:

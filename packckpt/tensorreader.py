@@ -38,8 +38,9 @@ class TensorFileReader:
             size_bytes = os.fstat(file.fileno()).st_size
             # Private, since torch wants memory that may be written; unlike Python's, its maps keep no descriptor open.
             self._bytes = torch.from_file(_name_for_torch(path, file.fileno()), size=size_bytes, dtype=torch.uint8)
-        self._start = 8 + int.from_bytes(host_bytes(self._bytes[:8]), "little")
-        header = host_bytes(self._bytes[8 : self._start]).tobytes()
+        self._view = host_bytes(self._bytes)
+        self._start = 8 + int.from_bytes(self._view[:8], "little")
+        header = self._view[8 : self._start].tobytes()
         headers = {} if headers is None else headers
         if header not in headers:
             headers[header] = _parse(header)
@@ -48,12 +49,7 @@ class TensorFileReader:
     def bytes(self, name: str) -> memoryview:
         """Return the bytes of a tensor; nothing is copied."""
         _, _, begin, end = self.entries[name]
-        return host_bytes(self._bytes[self._start + begin : self._start + end])
-
-    def tensor(self, name: str) -> torch.Tensor:
-        """Return a tensor, as a view of the file that nobody may write to."""
-        ((_, stack),) = self.stacks([name])
-        return stack[0]
+        return self._view[self._start + begin : self._start + end]
 
     def stacks(self, names: Sequence[str]) -> Iterator[tuple[list[int], torch.Tensor]]:
         """Yield tensors as views of the file; those of one shape that lie evenly apart as one view.

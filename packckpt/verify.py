@@ -113,12 +113,9 @@ def _open_tensors(path: Path, headers: Headers) -> TensorFileReader:
     try:
         with safe_open(path, framework="pt", device="cpu"):
             pass  # opening it checks lengths, offsets and gaps
+        reader = TensorFileReader(path, headers)
     except SafetensorError as error:
         raise CheckpointError(f"{path}: not a safetensors file: {error}") from None
-    except (OSError, RuntimeError) as error:
-        raise CheckpointError(f"{path}: cannot be opened: {error}") from None
-    try:
-        reader = TensorFileReader(path, headers)
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path}: has a header that packckpt does not read: {error}") from None
     except (OSError, RuntimeError) as error:

@@ -203,16 +203,16 @@ def expect_rows_fit(files: Iterable[FilePlan], buffer_bytes: int) -> None:
     fitting: set[tuple[int, torch.dtype]] = set()
     for file in files:
         for export, _ in file.exports:
-            row = (id(export.parameter), file.dtype_of(export))
-            if row in fitting:
+            dtype = file.dtype_of(export)
+            if (id(export.parameter), dtype) in fitting:
                 continue
-            fitting.add(row)
-            row_bytes = export.shape[1] * row[1].itemsize
+            row_bytes = export.shape[1] * dtype.itemsize
             if row_bytes > buffer_bytes:
                 raise ExportError(
                     f"{export.key}: one row of the exported tensor takes {row_bytes} bytes, a buffer holds "
                     f"{buffer_bytes}; raise buffer_bytes"
                 )
+            fitting.add((id(export.parameter), dtype))
 
 
 def plan_files(exports: Iterable[tuple[Export, ParameterState | None]]) -> list[FilePlan]:

@@ -43,6 +43,11 @@ def expect_same(reader: TensorFileReader, names: list[str], tensors: dict[str, t
     return sorted(lengths)
 
 
+def only_tensor(reader: TensorFileReader) -> torch.Tensor:
+    ((_, stack),) = reader.stacks(list(reader.entries))
+    return stack[0]
+
+
 def test_experts_in_string_order_are_one_stack(tmp_path: Path) -> None:
     tensors = experts(12)
     write_tensors(tmp_path / "f", tensors)
@@ -106,7 +111,7 @@ def test_a_header_is_parsed_once_for_files_that_share_it(tmp_path: Path, monkeyp
     readers = [TensorFileReader(tmp_path / name, headers) for name in "abc"]
 
     assert len(parsed) == 2
-    assert [reader.tensor("k").flatten()[1].item() for reader in readers] == [1, 2, 1]
+    assert [only_tensor(reader).flatten()[1].item() for reader in readers] == [1, 2, 1]
 
 
 def test_a_path_need_not_be_unicode(tmp_path: Path) -> None:
@@ -114,7 +119,7 @@ def test_a_path_need_not_be_unicode(tmp_path: Path) -> None:
     folder.mkdir()
     write_tensors(folder / "f", {"k": torch.arange(3.0)})
 
-    assert TensorFileReader(folder / "f").tensor("k").tolist() == [0, 1, 2]
+    assert only_tensor(TensorFileReader(folder / "f")).tolist() == [0, 1, 2]
 
 
 def test_names_of_a_header_may_be_words_of_the_format(tmp_path: Path) -> None:
