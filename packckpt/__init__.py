@@ -8,7 +8,7 @@
 The checkpoint format is the one that the trainer reads already; see README.md for what is promised.
 """
 
-from packckpt.checkpoint import Checkpoint, load_checkpoint
+from packckpt.checkpoint import Checkpoint, load_checkpoint, restore_checkpoint
 from packckpt.errors import (
     CheckpointError,
     ExportError,
@@ -47,5 +47,6 @@ __all__ = [
     "load_checkpoint",
     "plan_transfers",
     "predicted_peaks",
+    "restore_checkpoint",
     "verify_checkpoint",
 ]

@@ -9,16 +9,16 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from packckpt.contents import Contents
 from packckpt.errors import CheckpointError
-from packckpt.manifest import ADAPTER_FILE
 from packckpt.optimizer import COMPONENTS, Hyperparameters
 from packckpt.tensorfile import TensorSpec
 from packckpt.tensorreader import spec_of
-from packckpt.verify import Contents, verified_contents
+from packckpt.verify import undigested_contents, verified_contents
 from packckpt.windows import WEIGHTS
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Iterable
 
     from packckpt.exports import Export
 
@@ -41,36 +41,34 @@ class Checkpoint:
     """
 
     def __init__(self, contents: Contents) -> None:
-        self._root = contents.root
-        self._config = contents.config
-        self._manifest = contents.manifest
-        self._exported = contents.files[ADAPTER_FILE].entries
-        self._files = dict(contents.files)
+        self._contents = contents
+        self._keys = tuple(sorted(contents.exported))
+        self._closed = False
 
     @property
     def path(self) -> Path:
         """The directory that was loaded."""
-        return self._root
+        return self._contents.root
 
     @property
     def config(self) -> dict[str, Any]:
         """The adapter configuration as it was written."""
-        return self._config
+        return self._contents.config
 
     @property
     def keys(self) -> tuple[str, ...]:
         """The exported keys, in string order."""
-        return tuple(sorted(self._exported))
+        return self._keys
 
     @property
     def optimizer(self) -> Hyperparameters | None:
         """The hyper-parameters, or None where no optimizer was saved."""
-        return self._manifest.optimizer
+        return self._contents.manifest.optimizer
 
     @property
     def digest(self) -> str:
         """The BLAKE2b-256 hex digest of the manifest."""
-        return self._manifest.digest
+        return self._contents.manifest.digest
 
     def spec(self, key: str) -> TensorSpec:
         """Return dtype and shape of an exported value without reading it.
@@ -78,10 +76,7 @@ class Checkpoint:
         Raises:
             CheckpointError: no such key.
         """
-        try:
-            return spec_of(key, self._exported[key])
-        except KeyError:
-            raise CheckpointError(f"{self.path}: has no key {key}; it has {len(self.keys)} others") from None
+        return spec_of(key, self._contents.entry(key))
 
     def exported(self, key: str) -> torch.Tensor:
         """Return the exported value `(out, in)` on the host, in the dtype of the trained parameter."""
@@ -106,57 +101,16 @@ class Checkpoint:
         Args:
             component: "lora" for the exported value, or "master", "exp_avg", "exp_avg_sq".
             key: of the export.
-        """
-        ((_, stack),) = self.stacks(component, [key])
-        return stack[0]
-
-    def stacks(self, component: str, keys: Sequence[str]) -> Iterator[tuple[list[int], torch.Tensor]]:
-        """Yield tensors as views of their files, many of one shape as one view where they lie evenly.
-
-        Args:
-            component: as for `view`.
-            keys: of the exports.
-
-        Yields:
-            positions in `keys`, and a tensor `[positions, out, in]` that must not be written to.
 
         Raises:
             CheckpointError: no such key, no optimizer was saved, or the checkpoint was closed.
         """
-        self.expect_open()
-        positions_of: dict[str, list[int]] = {}
-        for position, key in enumerate(keys):
-            positions_of.setdefault(self._file_of(component, key), []).append(position)
-        for name, positions in positions_of.items():
-            for found, stack in self._files[name].stacks([keys[position] for position in positions]):
-                yield [positions[index] for index in found], stack
-
-    def _file_of(self, component: str, key: str) -> str:
-        if key not in self._exported:
-            self.spec(key)  # raises
-        if component == WEIGHTS:
-            return ADAPTER_FILE
-        self._expect_optimizer(key)
-        return self._manifest.parameters[key][COMPONENTS.index(component)]
-
-    def _expect_optimizer(self, key: str) -> None:
-        if self.optimizer is None:
-            raise CheckpointError(f"{self.path}: was saved without an optimizer; there is no state of {key}")
-
-    def expect_open(self) -> None:
-        """Refuse to go on with a checkpoint that was closed.
-
-        Raises:
-            CheckpointError: it was.
-        """
-        if not self._files:
-            raise CheckpointError(f"{self.path}: is closed; load it again")
+        contents = self._open_contents()
+        return contents.files[contents.file_of(component, key)].tensor(key)
 
     def step(self, key: str) -> int:
         """Return the step count of a key; errors as for `state`."""
-        self.spec(key)
-        self._expect_optimizer(key)
-        return int(self._manifest.steps[key])
+        return self._contents.step(key)
 
     def restore(
         self,
@@ -166,14 +120,24 @@ class Checkpoint:
         *,
         subset: bool = False,
     ) -> None:
-        """Put the checkpoint back into parameters, masters and moments; see `packckpt.restore.restore`."""
+        """Put the checkpoint back into parameters, masters and moments: all of it, or nothing.
+
+        Arguments, memory and errors: see `packckpt.restore.restore`. The digests were checked when it was loaded, by
+        a reading of their own; `restore_checkpoint` reads once.
+        """
         from packckpt.restore import restore
 
-        restore(self, exports, optimizer, masters, subset=subset)
+        restore(self._open_contents(), exports, optimizer, masters, subset=subset)
 
     def close(self) -> None:
         """Close the files; tensors that were read stay valid."""
-        self._files.clear()
+        self._closed = True
+        self._contents.files.clear()
+
+    def _open_contents(self) -> Contents:
+        if self._closed:
+            raise CheckpointError(f"{self.path}: is closed; load it again")
+        return self._contents
 
     def __enter__(self) -> Checkpoint:
         return self
@@ -191,3 +155,36 @@ def load_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
         CheckpointError: what is wrong with which file.
     """
     return Checkpoint(verified_contents(path))
+
+
+def restore_checkpoint(
+    path: str | os.PathLike[str],
+    exports: Iterable[Export],
+    optimizer: torch.optim.Optimizer | None,
+    masters: Iterable[tuple[torch.Tensor, torch.Tensor]] | None = None,
+    *,
+    subset: bool = False,
+) -> Checkpoint:
+    """Restore from a checkpoint that is read once: its digests are checked while it is put in place.
+
+    Quicker than `load_checkpoint(path).restore(...)`, most of all where the files are not in the system's cache, and
+    with one difference: a damaged file is noticed when its bytes have been placed. Everything else (manifest,
+    headers, keys, shapes, dtypes) is checked before anything is written.
+
+    Args:
+        path: the checkpoint directory.
+        exports, optimizer, masters, subset: as for `packckpt.restore.restore`.
+
+    Returns:
+        the checkpoint, verified: every file of it was read and its digest compared.
+
+    Raises:
+        ExportError, OptimizerError: as for `packckpt.restore.restore`; nothing was written.
+        CheckpointError: what is wrong with which file. Where the message says so, parameters and optimizer hold
+            parts of the damaged checkpoint: restore another one before they are used.
+    """
+    from packckpt.restore import restore
+
+    contents = undigested_contents(path)
+    restore(contents, exports, optimizer, masters, subset=subset, digested=True)
+    return Checkpoint(contents)

@@ -7,6 +7,7 @@ import os
 import re
 import stat
 import sys
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath, PureWindowsPath
@@ -220,11 +221,11 @@ def _open_regular(path: Path) -> bytes:
 
 
 def _unique(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
-    content: dict[str, Any] = {}
-    for name, value in pairs:
-        if name in content:
-            raise ValueError(f"the name {name!r} stands twice in one object")
-        content[name] = value
+    listed = list(pairs)
+    content = dict(listed)
+    if len(content) != len(listed):
+        twice = next(name for name, count in Counter(name for name, _ in listed).items() if count > 1)
+        raise ValueError(f"the name {twice!r} stands twice in one object")
     return content
 
 
@@ -299,18 +300,25 @@ def _parameters(path: Path, value: object, files: Mapping[str, str]) -> dict[str
     if not isinstance(value, dict):
         raise CheckpointError(f"{path}: parameters is {type(value).__name__}; expected an object of key to files")
     checked: dict[str, tuple[str, str, str]] = {}
+    previous: object = None
     for key, names in value.items():
-        if not isinstance(names, list) or len(names) != len(COMPONENTS):
-            raise CheckpointError(f"{path}: {key}: files are {names!r}; expected three ({', '.join(COMPONENTS)})")
-        for name in names:
-            # Names in `files` are known to be safe; looking at each again takes longer than hashing.
-            if not isinstance(name, str) or name not in files:
-                _expect_safe(path, name)
-                raise CheckpointError(f"{path}: {key}: {name} has no digest in files")
-        if len(set(names)) != len(names):
-            raise CheckpointError(f"{path}: {key}: files are {names!r}; expected three different ones")
-        checked[key] = (names[0], names[1], names[2])
+        if names != previous:  # all keys of a block have the same three
+            known, previous = _three_files(path, key, names, files), names
+        checked[key] = known
     return checked
+
+
+def _three_files(path: Path, key: str, names: object, files: Mapping[str, str]) -> tuple[str, str, str]:
+    if not isinstance(names, list) or len(names) != len(COMPONENTS):
+        raise CheckpointError(f"{path}: {key}: files are {names!r}; expected three ({', '.join(COMPONENTS)})")
+    for name in names:
+        # Names in `files` are known to be safe.
+        if not isinstance(name, str) or name not in files:
+            _expect_safe(path, name)
+            raise CheckpointError(f"{path}: {key}: {name} has no digest in files")
+    if len(set(names)) != len(names):
+        raise CheckpointError(f"{path}: {key}: files are {names!r}; expected three different ones")
+    return names[0], names[1], names[2]
 
 
 def _steps(path: Path, value: object) -> dict[str, float]:

@@ -1,24 +1,28 @@
-"""Put a checkpoint back into packed parameters, masters and moments: all of it, or nothing."""
+"""Put a checkpoint back into packed parameters, masters and moments."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from operator import itemgetter
+from typing import Any
 
+import numpy as np
 import torch
 
-from packckpt.errors import ExportError, OptimizerError, warn_caller
-from packckpt.exports import Export, check_exports, expect_data, named
+from packckpt.contents import Contents
+from packckpt.dtypes import DTYPE_OF_NAME
+from packckpt.errors import CheckpointError, ExportError, OptimizerError, warn_caller
+from packckpt.exports import Export, Shard, check_exports, expect_data, named
+from packckpt.fillings import FileLayout, Filling, Numbers
+from packckpt.intake import TASK_BYTES, Intake, Task
+from packckpt.manifest import ADAPTER_FILE
 from packckpt.merge import cut_shard
-from packckpt.optimizer import MOMENTS, AdamState, Hyperparameters, ParameterState
-from packckpt.placing import Placer
-from packckpt.windows import WEIGHTS
+from packckpt.optimizer import COMPONENTS, MOMENTS, AdamState, Hyperparameters, ParameterState
+from packckpt.tensorreader import Entry
 
-if TYPE_CHECKING:
-    from packckpt.checkpoint import Checkpoint
+_Cut = tuple[tuple[int, ...], Shard | None, tuple[int, int]]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -38,75 +42,80 @@ class _Target:
 
 
 def restore(
-    checkpoint: Checkpoint,
+    contents: Contents,
     exports: Iterable[Export],
     optimizer: torch.optim.Optimizer | None,
     masters: Iterable[tuple[torch.Tensor, torch.Tensor]] | None = None,
     *,
     subset: bool = False,
+    digested: bool = False,
 ) -> None:
     """Restore parameters, masters, moments and steps; training then continues as if it had not stopped.
 
-    Each packed parameter and each of its states arrives in one host-to-device copy. Rows of a packed parameter
-    that no export names keep their value (and get zero moments where the optimizer held none). Hyper-parameters
-    are not written into the optimizer; a warning names those that differ.
+    Every file is read once, front to back, and a chunk of it goes to an accelerator in one copy. Rows of a packed
+    parameter that no export names keep their value (and get zero moments where the optimizer held none).
+    Hyper-parameters are not written into the optimizer; a warning names those that differ.
 
     Args:
-        checkpoint: from `load_checkpoint`.
+        contents: of a checkpoint that was checked.
         exports: as given to the save: which key belongs to which parameter, row and shard.
         optimizer: the optimizer to restore into, or None to restore the exported values alone.
         masters: as for `AdamState.from_optimizer`.
         subset: allow keys in the checkpoint that no export names, as on a rank that holds some of the experts.
+        digested: compare the digests of all tensor files, also of those that nothing is restored from, while they
+            are read; otherwise what is not wanted is not read.
 
-    Host memory: for accelerators a ring of two buffers of 64 MiB (or of the largest exported tensor), pinned where
-    that is possible; on the CPU none. Device memory: one buffer.
+    Host memory: see `Intake`. Device memory: the same.
 
     Raises:
         ExportError: keys, shapes, dtypes or expert counts differ; found before anything is written.
         OptimizerError: the optimizer cannot take the state; found before anything is written.
-        CheckpointError: the checkpoint has no optimizer state.
+        CheckpointError: the checkpoint has no optimizer state; or, when parts were written, which file has another
+            digest or cannot be read.
     """
-    checkpoint.expect_open()
     if optimizer is None and masters is not None:
         # The next step would write the old masters over the weights that were restored.
         raise OptimizerError("masters are given without the optimizer that steps them; pass both, or neither")
     checked = check_exports(exports)
-    _expect_keys(checkpoint, checked, subset)
+    _expect_keys(contents, checked, subset)
     state = None if optimizer is None else AdamState.from_optimizer(optimizer, masters)
-    targets = _targets(checkpoint, checked, state)
-    fitting: set[object] = set()
+    targets = _targets(contents, checked, state)
+    cuts: set[_Cut] = set()
     for target in targets:
-        _expect_fitting(checkpoint, target, fitting)
+        _expect_fitting(contents, target, cuts)
     _expect_distinct(targets)
     if state is not None:
-        _warn_hyperparameters(checkpoint.optimizer, state.hyperparameters())
+        _warn_hyperparameters(contents.manifest.optimizer, state.hyperparameters())
     # Whatever may find no memory is made before the first write.
     entries = [_entry(target, target.state) if target.state is not None else {} for target in targets]
-    largest_bytes = max((8 * math.prod(checkpoint.spec(export.key).shape) for export in checked), default=0)
-    with torch.no_grad(), Placer(largest_bytes) as placer:
-        placer.make_room(tensor.device for target in targets for tensor in target.tensors)
-        for target, entry in zip(targets, entries, strict=True):
-            placer.place(target.parameter, target.exports, partial(checkpoint.stacks, WEIGHTS))
-            if target.state is not None:
-                _place_state(checkpoint, target, target.state.master, entry, placer)
+    with torch.no_grad():
+        tasks = _tasks(contents, zip(targets, entries, strict=True), digested)
+        devices = {tensor.device for target in targets for tensor in target.tensors}
+        intake = Intake(devices, max((8 * math.prod(shape) for shape, _, _ in cuts), default=0))
+        problems = intake.run(tasks)
+    if problems:
+        raise CheckpointError(
+            "\n".join([*problems, "parameters and optimizer hold parts of it: restore another checkpoint into them"]),
+            problems,
+        )
     for target, entry in zip(targets, entries, strict=True):
         if state is not None and target.state is not None:
             state.optimizer.state[target.state.master].update(entry)
 
 
-def _expect_keys(checkpoint: Checkpoint, exports: Sequence[Export], subset: bool) -> None:
-    saved, asked = set(checkpoint.keys), {export.key for export in exports}
+def _expect_keys(contents: Contents, exports: Sequence[Export], subset: bool) -> None:
+    saved, asked = contents.exported.keys(), {export.key for export in exports}
     missing, extra = sorted(asked - saved), sorted(saved - asked)
     if missing:
-        raise ExportError(f"{checkpoint.path}: has no key {named(missing)}, which the exports name")
+        raise ExportError(f"{contents.root}: has no key {named(missing)}, which the exports name")
     if extra and not subset:
         raise ExportError(
-            f"{checkpoint.path}: holds {named(extra)}, which no export names; name every key, or pass subset=True "
+            f"{contents.root}: holds {named(extra)}, which no export names; name every key, or pass subset=True "
             "on a rank that holds some of them"
         )
 
 
-def _targets(checkpoint: Checkpoint, exports: Sequence[Export], state: AdamState | None) -> list[_Target]:
+def _targets(contents: Contents, exports: Sequence[Export], state: AdamState | None) -> list[_Target]:
     by_parameter: dict[int, list[Export]] = {}
     for export in exports:
         by_parameter.setdefault(id(export.parameter), []).append(export)
@@ -115,7 +124,7 @@ def _targets(checkpoint: Checkpoint, exports: Sequence[Export], state: AdamState
     for group in by_parameter.values():
         first = group[0]
         found = None if reader is None else reader.read(first.key, first.parameter)
-        steps = {} if reader is None else {export.key: checkpoint.step(export.key) for export in group}
+        steps = {} if reader is None else {export.key: contents.step(export.key) for export in group}
         if len(set(steps.values())) > 1:
             raise ExportError(
                 f"{first.key}: its parameter has one step count, the checkpoint has different ones for its rows: "
@@ -126,22 +135,23 @@ def _targets(checkpoint: Checkpoint, exports: Sequence[Export], state: AdamState
     return targets
 
 
-def _expect_fitting(checkpoint: Checkpoint, target: _Target, fitting: set[object]) -> None:
-    """Refuse what cannot be placed; `fitting` holds the cuts that are known to be possible."""
+def _expect_fitting(contents: Contents, target: _Target, cuts: set[_Cut]) -> None:
+    """Refuse what cannot be placed; `cuts` holds those that are known to be possible."""
     rows: dict[int | None, str] = {}
     expect_data(target.exports[0].key, target.tensors)
     for export in target.exports:
-        spec = checkpoint.spec(export.key)
-        if spec.dtype is not target.parameter.dtype:
+        dtype_name, shape, *_ = contents.entry(export.key)
+        dtype = DTYPE_OF_NAME[dtype_name]
+        if dtype is not target.parameter.dtype:
             raise ExportError(
-                f"{export.key}: the checkpoint has dtype {spec.dtype}, the parameter {target.parameter.dtype}; "
+                f"{export.key}: the checkpoint has dtype {dtype}, the parameter {target.parameter.dtype}; "
                 "expected one dtype"
             )
-        cut = (spec.shape, export.shard, export.shape)
-        if cut not in fitting:
+        cut = (shape, export.shard, export.shape)
+        if cut not in cuts:
             # Without data: shapes decide whether the part can be cut.
-            cut_shard(export.key, torch.empty(spec.shape, device="meta"), export.shard, export.shape)
-            fitting.add(cut)
+            cut_shard(export.key, torch.empty(shape, device="meta"), export.shard, export.shape)
+            cuts.add(cut)
         if rows.setdefault(export.expert, export.key) != export.key:
             raise ExportError(
                 f"{export.key}: goes to the same place as {rows[export.expert]} (row {export.expert}); name one of them"
@@ -197,13 +207,71 @@ def _entry(target: _Target, held: ParameterState) -> dict[str, Any]:
     return entry
 
 
-def _place_state(
-    checkpoint: Checkpoint, target: _Target, master: torch.Tensor, entry: Mapping[str, Any], placer: Placer
-) -> None:
-    if master is not target.parameter:
-        placer.place(master, target.exports, partial(checkpoint.stacks, "master"))
-    for name in MOMENTS:
-        placer.place(entry[name], target.exports, partial(checkpoint.stacks, name))
+def _tasks(contents: Contents, targets: Iterable[tuple[_Target, Mapping[str, Any]]], digested: bool) -> Iterator[Task]:
+    """Yield what has to be read: whole files where they are digested, else the parts that are wanted."""
+    fillings: dict[str, list[Filling]] = {name: [] for name in contents.files}
+    for target, entry in targets:
+        for name, filling in _fillings(contents, target, entry):
+            fillings[name].append(filling)
+    for name, reader in contents.files.items():
+        layout = FileLayout(fillings[name])
+        if digested:
+            yield Task(reader, layout, layout.tensors, contents.manifest.files[name])
+            continue
+        for tensors in layout.split(layout.tensors, TASK_BYTES):
+            yield Task(reader, layout, tensors, None)
+
+
+def _fillings(contents: Contents, target: _Target, entry: Mapping[str, Any]) -> Iterator[tuple[str, Filling]]:
+    """Yield what each file holds for a parameter, its master and its moments."""
+    for alike in _alike(contents.files[ADAPTER_FILE].entries, target.exports):
+        yield ADAPTER_FILE, alike.filling(target.parameter)
+    if target.state is None:
+        return
+    destinations: dict[str, torch.Tensor] = {name: entry[name] for name in MOMENTS}
+    if target.state.master is not target.parameter:
+        destinations["master"] = target.state.master
+    by_files: dict[tuple[str, ...], list[Export]] = {}
+    for export in target.exports:
+        by_files.setdefault(contents.manifest.parameters[export.key], []).append(export)
+    for names, exports in by_files.items():
+        name_of = dict(zip(COMPONENTS, names, strict=True))
+        known: dict[int, list[_Alike]] = {}  # the three files have mostly one header
+        for component, destination in destinations.items():
+            entries = contents.files[name_of[component]].entries
+            if id(entries) not in known:
+                known[id(entries)] = _alike(entries, exports)
+            for alike in known[id(entries)]:
+                yield name_of[component], alike.filling(destination)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Alike:
+    """Exports of one parameter that a file holds with one dtype and shape, and that take one shard of it."""
+
+    export: Export
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    offsets: Numbers
+    rows: Numbers
+
+    def filling(self, destination: torch.Tensor) -> Filling:
+        packed = destination.detach() if self.export.expert is not None else destination.detach()[None]
+        return Filling(packed.transpose(1, 2), self.export, self.dtype, self.shape, self.offsets, self.rows)
+
+
+def _alike(entries: Mapping[str, Entry], exports: Iterable[Export]) -> list[_Alike]:
+    groups: dict[tuple[str, tuple[int, ...], Shard | None], list[tuple[int, Export]]] = {}
+    for export in exports:
+        dtype_name, shape, offset, _ = entries[export.key]
+        groups.setdefault((dtype_name, shape, export.shard), []).append((offset, export))
+    found = []
+    for (dtype_name, shape, _), members in groups.items():
+        members.sort(key=itemgetter(0))
+        offsets = np.array([offset for offset, _ in members], np.int64)
+        rows = np.array([export.expert or 0 for _, export in members], np.int64)
+        found.append(_Alike(members[0][1], DTYPE_OF_NAME[dtype_name], shape, offsets, rows))
+    return found
 
 
 def _step_like(old: object, step: int, master: torch.Tensor, group: Mapping[str, Any]) -> object:

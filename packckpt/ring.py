@@ -46,11 +46,15 @@ class Ring:
             self.memory.zero_()  # touched here, as pinned memory is: windows then find no page missing
         self._changed = threading.Condition()
         self._live: deque[Slot] = deque()
+        self._closed = False
 
     def acquire(self, count_bytes: int) -> Slot:
         """Wait until that much is free in one piece, and take it.
 
         A slot is free again when it was released and so was every slot that was handed out before it.
+
+        Raises:
+            InterruptedError: the ring was closed.
         """
         if count_bytes > len(self.memory) // 2:
             raise ValueError(f"a slot of {count_bytes} bytes in a ring of {len(self.memory)}; at most half of it")
@@ -59,16 +63,19 @@ class Ring:
             return Slot(self, self.memory[:0], 0, 0)
         rounded = _rounded(count_bytes)
         with self._changed:
-            while (start := self._place(rounded)) is None:
-                self._changed.wait()
+            self._changed.wait_for(lambda: self._closed or self._place(rounded) is not None)
+            start = self._place(rounded)
+            if self._closed or start is None:
+                raise InterruptedError("the ring was closed")
             slot = Slot(self, self.memory[start : start + count_bytes], start, start + rounded)
             self._live.append(slot)
             return slot
 
-    def has_room(self, count_bytes: int) -> bool:
-        """Return whether `acquire` would not wait now."""
+    def close(self) -> None:
+        """Hand nothing out any more, also to those who wait; slots that are out stay valid."""
         with self._changed:
-            return not count_bytes or self._place(_rounded(count_bytes)) is not None
+            self._closed = True
+            self._changed.notify_all()
 
     def release(self, slot: Slot) -> None:
         """Mark a slot as free."""

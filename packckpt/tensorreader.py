@@ -1,96 +1,94 @@
-"""Look into files in the safetensors layout: tensors as views of the file, one by one or many at once."""
+"""Look into files in the safetensors layout: what they hold, and tensors as views of the file."""
 
 from __future__ import annotations
 
 import json
-import math
 import os
-from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import IO, Any
 
 import torch
 
 from packckpt.dtypes import DTYPE_OF_NAME
-from packckpt.progressions import progressions
 from packckpt.tensorfile import TensorSpec, host_bytes
 
 _LARGEST_SIZE = 2**63 - 1  # of what torch counts in
-# dtype as the header has it, shape, first byte and the one behind the last, counted from the data's start
+# dtype as the header has it, shape, first byte and the one behind the last, counted from the file's start
 Entry = tuple[str, tuple[int, ...], int, int]
-# what was parsed before: the files of a block's components have one and the same header
+# what was parsed before, by length and header: the files of a block's components have one and the same
 Headers = dict[bytes, dict[str, Entry]]
+_File = IO[bytes]
 
 
 class TensorFileReader:
     """Look at the tensors of a file without reading it: what is looked at is paged in.
 
-    `entries` says what it holds: name to dtype, shape and place. The file is one that this package wrote, or that
-    safetensors accepted. It stays open until the reader and all views are gone. Memory: pages that the system
-    takes back when it needs them.
+    The file is one that this package wrote, or that safetensors accepted. It can be looked at until the reader and
+    all views are gone, also after it was removed. Memory: pages that the system takes back when it needs them.
 
     Args:
         path: the file.
         headers: shared by readers whose files may have the same header; it is then parsed once.
+
+    Attributes:
+        path: the file.
+        size_bytes: of the whole file.
+        head: its first bytes, up to where the tensors begin, as they were when it was opened.
+        entries: what it holds: name to dtype, shape and place.
     """
 
     def __init__(self, path: str | os.PathLike[str], headers: Headers | None = None) -> None:
+        self.path = path
         with open(path, "rb") as file:
-            size_bytes = os.fstat(file.fileno()).st_size
+            self._identity = _identity(file)
+            self.size_bytes = os.fstat(file.fileno()).st_size
             # Private, since torch wants memory that may be written; unlike Python's, its maps keep no descriptor open.
-            self._bytes = torch.from_file(_name_for_torch(path, file.fileno()), size=size_bytes, dtype=torch.uint8)
+            name = _name_for_torch(path, file.fileno())
+            self._bytes = torch.from_file(name, size=self.size_bytes, dtype=torch.uint8)
         self._view = host_bytes(self._bytes)
-        self._start = 8 + int.from_bytes(self._view[:8], "little")
-        header = self._view[8 : self._start].tobytes()
+        self.head = self._view[: 8 + int.from_bytes(self._view[:8], "little")].tobytes()
         headers = {} if headers is None else headers
-        if header not in headers:
-            headers[header] = _parse(header)
-        self.entries = headers[header]
+        if self.head not in headers:
+            headers[self.head] = _parse(self.head)
+        self.entries = headers[self.head]
 
     def bytes(self, name: str) -> memoryview:
         """Return the bytes of a tensor; nothing is copied."""
         _, _, begin, end = self.entries[name]
-        return self._view[self._start + begin : self._start + end]
+        return self._view[begin:end]
 
-    def stacks(self, names: Sequence[str]) -> Iterator[tuple[list[int], torch.Tensor]]:
-        """Yield tensors as views of the file; those of one shape that lie evenly apart as one view.
+    def data(self, begin: int, end: int) -> torch.Tensor:
+        """Return bytes of the file as a uint8 tensor that nobody may write to; nothing is copied."""
+        return self._bytes[begin:end]
 
-        The experts of a packed parameter are mostly such: what lies between two of them is of one size.
+    def tensor(self, name: str) -> torch.Tensor:
+        """Return a tensor that nobody may write to; one that is not aligned in its file is copied."""
+        dtype_name, shape, begin, end = self.entries[name]
+        dtype = DTYPE_OF_NAME[dtype_name]
+        if begin == end:
+            return torch.empty(shape, dtype=dtype)
+        data = self.data(begin, end)
+        return (data.clone() if begin % dtype.itemsize else data).view(dtype).view(shape)
 
-        Yields:
-            positions in `names`, and a tensor `[positions, *shape]` that nobody may write to.
-        """
-        alike: dict[tuple[str, tuple[int, ...]], list[tuple[int, int]]] = {}
-        for position, name in enumerate(names):
-            dtype_name, shape, offset, _ = self.entries[name]
-            alike.setdefault((dtype_name, shape), []).append((offset, position))
-        for (dtype_name, shape), placed in alike.items():
-            placed.sort()
-            dtype = DTYPE_OF_NAME[dtype_name]
-            start = 0
-            for offsets in progressions([offset for offset, _ in placed]):
-                # A file of several dtypes has no gaps, so what follows another dtype may not be aligned.
-                aligned = not (self._start + offsets.start) % dtype.itemsize and not offsets.step % dtype.itemsize
-                for part in [offsets] if aligned else [range(offset, offset + 1) for offset in offsets]:
-                    stop = start + len(part)
-                    yield [position for _, position in placed[start:stop]], self._stack(dtype, shape, part)
-                    start = stop
-
-    def _stack(self, dtype: torch.dtype, shape: tuple[int, ...], offsets: range) -> torch.Tensor:
-        size_bytes = math.prod(shape) * dtype.itemsize
-        if not size_bytes:
-            return torch.empty((len(offsets), *shape), dtype=dtype)
-        begin = self._start + offsets[0]
-        data = self._bytes[begin : self._start + offsets[-1] + size_bytes]
-        flat = (data.clone() if begin % dtype.itemsize else data).view(dtype)
-        if len(offsets) == 1:
-            return flat.view(1, *shape)
-        strides = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
-        return flat.as_strided((len(offsets), *shape), (offsets.step // dtype.itemsize, *strides))
+    def open_again(self) -> _File | None:
+        """Open the same file for reading; None where it was removed or replaced since it was opened first."""
+        try:
+            file = open(self.path, "rb", buffering=0)  # noqa: SIM115  # the caller closes it
+        except OSError:
+            return None
+        if _identity(file) == self._identity:
+            return file
+        file.close()
+        return None
 
 
 def spec_of(name: str, entry: Entry) -> TensorSpec:
     """Return dtype and shape of a tensor, from what the header says of it."""
     return TensorSpec(name, DTYPE_OF_NAME[entry[0]], entry[1])
+
+
+def _identity(file: _File) -> tuple[int, int]:
+    status = os.fstat(file.fileno())
+    return status.st_dev, status.st_ino
 
 
 def _name_for_torch(path: str | os.PathLike[str], descriptor: int) -> str:
@@ -103,8 +101,13 @@ def _name_for_torch(path: str | os.PathLike[str], descriptor: int) -> str:
     return name
 
 
-def _parse(header: bytes) -> dict[str, Entry]:
-    entries: dict[str, Any] = json.loads(header, object_hook=_compact)
+def _parse(head: bytes) -> dict[str, Entry]:
+    start = len(head)
+
+    def compact(fields: dict[str, Any]) -> dict[str, Any] | Entry:
+        return _compact(fields, start)
+
+    entries: dict[str, Any] = json.loads(head[8:], object_hook=compact)
     entries.pop("__metadata__", None)
     for name, entry in entries.items():
         if not isinstance(entry, tuple):
@@ -112,7 +115,7 @@ def _parse(header: bytes) -> dict[str, Entry]:
     return entries
 
 
-def _compact(fields: dict[str, Any]) -> dict[str, Any] | Entry:
+def _compact(fields: dict[str, Any], start: int) -> dict[str, Any] | Entry:
     """Return what a header says of one tensor as a flat tuple, which the garbage collector need not visit.
 
     Dictionaries and lists for each of ten thousand tensors start a full collection of the trainer's objects, which
@@ -123,7 +126,7 @@ def _compact(fields: dict[str, Any]) -> dict[str, Any] | Entry:
     dtype_name, shape, offsets = fields["dtype"], fields["shape"], fields["data_offsets"]
     if not isinstance(dtype_name, str) or not _are_sizes(shape) or not _are_sizes(offsets) or len(offsets) != 2:
         return fields
-    return dtype_name, tuple(shape), offsets[0], offsets[1]
+    return dtype_name, tuple(shape), start + offsets[0], start + offsets[1]
 
 
 def _are_sizes(value: object) -> bool:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
+from packckpt.contents import Contents
 from packckpt.dtypes import DTYPE_OF_NAME, NAME_OF_DTYPE, STATE_DTYPE
 from packckpt.errors import CheckpointError
 from packckpt.manifest import (
@@ -28,21 +27,8 @@ from packckpt.manifest import (
 from packckpt.strands import MOST_THREADS, usable_cores
 from packckpt.tensorreader import Entry, Headers, TensorFileReader
 
-
-@dataclass(frozen=True, slots=True)
-class Contents:
-    """A verified checkpoint.
-
-    Attributes:
-        root: its directory.
-        manifest, config: what its JSON files say.
-        files: its tensor files, open, by relative path.
-    """
-
-    root: Path
-    manifest: Manifest
-    config: dict[str, Any]
-    files: dict[str, TensorFileReader]
+# (root, relative path, digest, headers) -> a reader, what is wrong, or None where there are no tensors
+_Look = Callable[[Path, str, str, Headers], TensorFileReader | str | None]
 
 
 def verify_checkpoint(path: str | os.PathLike[str]) -> str:
@@ -59,9 +45,34 @@ def verify_checkpoint(path: str | os.PathLike[str]) -> str:
 
 def verified_contents(path: str | os.PathLike[str]) -> Contents:
     """Verify a checkpoint and return what it holds; see `verify_checkpoint`."""
+    return _checked_contents(path, _look_at)
+
+
+def undigested_contents(path: str | os.PathLike[str]) -> Contents:
+    """Return what a checkpoint holds, with everything checked but the digests of its tensor files.
+
+    Raises:
+        CheckpointError: as for `verify_checkpoint`.
+    """
+    return _checked_contents(path, _look_at_undigested)
+
+
+def digest_problem(path: str | os.PathLike[str], found: str, expected: str) -> str | None:
+    """Return what is wrong where a file has not the digest that the manifest has for it."""
+    if found == expected:
+        return None
+    return f"{os.fspath(path)}: has digest {found}, the manifest {expected}; the file was changed"
+
+
+def unreadable_problem(path: str | os.PathLike[str], error: OSError) -> str:
+    """Return what is wrong with a file that the system does not let us read."""
+    return f"{os.fspath(path)}: cannot be read: {error}"
+
+
+def _checked_contents(path: str | os.PathLike[str], look: _Look) -> Contents:
     root = Path(path)
     manifest = read_manifest(root)
-    looked = _look_at_files(root, manifest.files)
+    looked = _look_at_files(root, manifest.files, look)
     problems = [found for found in looked.values() if isinstance(found, str)]
     if not problems:
         files = {name: found for name, found in sorted(looked.items()) if isinstance(found, TensorFileReader)}
@@ -78,35 +89,33 @@ def unlisted_files(root: Path, manifest: Manifest) -> list[str]:
     return sorted(found - set(manifest.files) - {"checkpoint.json"})
 
 
-def _look_at_files(root: Path, files: Mapping[str, str]) -> dict[str, TensorFileReader | str | None]:
+def _look_at_files(root: Path, files: Mapping[str, str], look: _Look) -> dict[str, TensorFileReader | str | None]:
     """Return for every file its reader, what is wrong with it, or None if it is fine and holds no tensors."""
     headers: Headers = {}
     # Hashing and reading release the interpreter's lock; a file is one chain, so files go side by side.
     with ThreadPoolExecutor(min(MOST_THREADS, usable_cores())) as pool:
-        found = pool.map(lambda name: _look_at(root, name, files[name], headers), files)
+        found = pool.map(lambda name: look(root, name, files[name], headers), files)
         return dict(zip(files, found, strict=True))
 
 
 def _look_at(root: Path, relative: str, expected: str, headers: Headers) -> TensorFileReader | str | None:
-    problem = _digest_problem(root, relative, expected)
-    if problem is not None or relative == CONFIG_FILE:
-        return problem
     try:
-        return _open_tensors(root / relative, headers)
-    except CheckpointError as error:
-        return str(error)
-
-
-def _digest_problem(root: Path, relative: str, expected: str) -> str | None:
-    try:
-        found = file_digest(safe_file(root, relative))
+        path = safe_file(root, relative)
+        problem = digest_problem(path, file_digest(path), expected)
+        return problem if problem is not None or relative == CONFIG_FILE else _open_tensors(path, headers)
     except CheckpointError as error:
         return str(error)
     except OSError as error:
-        return f"{root / relative}: cannot be read: {error}"
-    if found != expected:
-        return f"{root / relative}: has digest {found}, the manifest {expected}; the file was changed"
-    return None
+        return unreadable_problem(root / relative, error)
+
+
+def _look_at_undigested(root: Path, relative: str, expected: str, headers: Headers) -> TensorFileReader | str | None:
+    if relative == CONFIG_FILE:
+        return _look_at(root, relative, expected, headers)
+    try:
+        return _open_tensors(safe_file(root, relative), headers)
+    except CheckpointError as error:
+        return str(error)
 
 
 def _open_tensors(path: Path, headers: Headers) -> TensorFileReader:
@@ -148,22 +157,42 @@ def _content_problems(contents: Contents) -> Iterator[str]:
 
 def _optimizer_problems(contents: Contents, adapter: Mapping[str, Entry]) -> Iterator[str]:
     used: dict[str, set[str]] = {name: set() for name in contents.files if name != ADAPTER_FILE}
-    for key, names in contents.manifest.parameters.items():
+    for names, keys in _keys_by_files(contents.manifest).items():
+        fine: set[int] = set()  # headers: the three files have mostly one
         for name in names:
             if name in (ADAPTER_FILE, CONFIG_FILE):
-                yield f"{contents.root}: {key}: {name} is listed as an optimizer file"
+                yield from (f"{contents.root}: {key}: {name} is listed as an optimizer file" for key in keys)
                 continue
-            used[name].add(key)
-            found = contents.files[name].entries.get(key)
-            if found is None:
-                yield f"{contents.root / name}: has no tensor {key}, which the manifest looks for there"
-                continue
-            dtype, shape, *_ = found
-            expected = adapter[key][1] if key in adapter else shape
-            if dtype != NAME_OF_DTYPE[STATE_DTYPE]:
-                yield f"{contents.root / name}: {key} has dtype {dtype}; expected F32"
-            elif shape != expected:
-                yield f"{contents.root / name}: {key} has shape {list(shape)}, the adapter {list(expected)}"
-    for name, keys in used.items():
-        for key in sorted(set(contents.files[name].entries) - keys):
+            used[name].update(keys)
+            entries = contents.files[name].entries
+            if id(entries) not in fine:
+                problems = list(_state_problems(contents.root / name, keys, entries, adapter))
+                yield from problems
+                if not problems:
+                    fine.add(id(entries))
+    for name, found in used.items():
+        for key in sorted(contents.files[name].entries.keys() - found):
             yield f"{contents.root / name}: holds {key}, which the manifest does not look for there"
+
+
+def _keys_by_files(manifest: Manifest) -> dict[tuple[str, str, str], list[str]]:
+    by_files: dict[tuple[str, str, str], list[str]] = {}
+    for key, names in manifest.parameters.items():
+        by_files.setdefault(names, []).append(key)
+    return by_files
+
+
+def _state_problems(
+    path: Path, keys: Iterable[str], entries: Mapping[str, Entry], adapter: Mapping[str, Entry]
+) -> Iterator[str]:
+    for key in keys:
+        found = entries.get(key)
+        if found is None:
+            yield f"{path}: has no tensor {key}, which the manifest looks for there"
+            continue
+        dtype, shape, *_ = found
+        expected = adapter[key][1] if key in adapter else shape
+        if dtype != NAME_OF_DTYPE[STATE_DTYPE]:
+            yield f"{path}: {key} has dtype {dtype}; expected F32"
+        elif shape != expected:
+            yield f"{path}: {key} has shape {list(shape)}, the adapter {list(expected)}"

@@ -1,69 +1,96 @@
-"""Rows go back into tensors on an accelerator through a ring: in order, in pieces, without waiting for ever."""
+"""A chunk's tensors reach their rows: evenly or not, aligned or not, whole or sharded, on the host or a device."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
-from packckpt import Export
-from packckpt.placing import Placer
+from packckpt import Export, Shard
+from packckpt.fillings import Filling, Portion
+from packckpt.placing import place_on_device, place_on_host
+from packckpt.tensorfile import tensor_bytes
 from tests import emulated
 from tests.builders import arange, assert_same_tensor
 
 emulated.install_or_skip()
 
 
-def stacks(source: torch.Tensor, keys: Sequence[str]) -> Iterator[tuple[list[int], torch.Tensor]]:
-    """Give rows as a checkpoint does: in an order of its own, some of them together."""
-    for positions in (list(range(len(keys)))[1::2], list(range(len(keys)))[::2][::-1]):
-        if positions:
-            rows = [int(keys[position]) for position in positions]
-            yield positions, source[rows].transpose(1, 2).contiguous()
+def chunk_of(tensors: list[torch.Tensor], gaps: list[int]) -> tuple[torch.Tensor, list[int]]:
+    """Lay tensors out in memory, with so many bytes before each; return it, and where each begins."""
+    memory, places = bytearray(), []
+    for tensor, gap in zip(tensors, gaps, strict=True):
+        memory += b"\xa5" * gap
+        places.append(len(memory))
+        memory += tensor_bytes(tensor)
+    return torch.frombuffer(memory, dtype=torch.uint8), places
 
 
-@pytest.mark.parametrize("place", [lambda tensor: tensor, emulated.to_device], ids=["host", "device"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-def test_stacks_in_any_order_reach_their_rows(
-    place: Callable[[torch.Tensor], torch.Tensor], dtype: torch.dtype
+def place(
+    destination: torch.Tensor, export: Export, tensors: list[torch.Tensor], rows: list[int], gaps: list[int]
 ) -> None:
-    source = torch.arange(7 * 3 * 5).reshape(7, 3, 5).to(torch.float32)
+    memory, places = chunk_of(tensors, gaps)
+    filling = Filling(destination, export, tensors[0].dtype, tuple(tensors[0].shape), np.array(places), np.array(rows))
+    portion = Portion(filling, np.array(rows), np.array(places))
+    if destination.device.type == "cpu":
+        place_on_host(portion, memory)
+    else:
+        place_on_device(portion, emulated.to_device(memory))
+
+
+def on_host(tensor: torch.Tensor) -> torch.Tensor:
+    return emulated.to_host(tensor) if tensor.device.type != "cpu" else tensor
+
+
+PLACES = pytest.mark.parametrize("where", [lambda tensor: tensor, emulated.to_device], ids=["host", "device"])
+
+
+@PLACES
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("gaps", [[0] * 5, [8] * 5, [0, 8, 0, 4, 40], [1, 3, 0, 2, 5], [3, 0, 0, 0, 0]], ids=str)
+def test_rows_in_any_order(where: Callable[[torch.Tensor], torch.Tensor], dtype: torch.dtype, gaps: list[int]) -> None:
+    source = arange(7, 3, 5, dtype=torch.float32)
     rows = [6, 0, 3, 1, 5]
-    target = place(torch.zeros(7, 5, 3, dtype=dtype).transpose(1, 2))
-    with Placer(1 << 10) as placer:
-        placer.place(target, [Export(str(row), target, expert=row) for row in rows], partial(stacks, source))
+    target = where(torch.zeros(7, 5, 3, dtype=dtype))
+    place(target.transpose(1, 2), Export("k", target, expert=0), [source[row] for row in rows], rows, gaps)
     wanted = torch.zeros(7, 3, 5)
     wanted[rows] = source[rows]
-    assert_same_tensor(emulated.to_host(target) if target.device.type != "cpu" else target, wanted.to(dtype))
+    assert_same_tensor(on_host(target), wanted.transpose(1, 2).contiguous().to(dtype))
 
 
-def test_what_waits_to_be_written_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tensors that are not aligned in their file were copied, one by one."""
-    monkeypatch.setattr("packckpt.placing._MOST_WAITING_BYTES", 100)
-    target, waiting = torch.zeros(64, 2, 3), []
-    with Placer(1 << 10) as placer:
+@PLACES
+@pytest.mark.parametrize("shard", [Shard(1, 2, 0), Shard(1, 2, 1), Shard(0, 2, 0, (2, 4))], ids=str)
+def test_a_shard_of_each(where: Callable[[torch.Tensor], torch.Tensor], shard: Shard) -> None:
+    whole = arange(4, 6, 4, dtype=torch.float32)
+    part = whole[:, 3:] if shard.component_sizes is None and not shard.dim else whole[:, :, 2:]
+    if shard.component_sizes is not None:
+        part = whole[:, [0, 2, 3]]
+    target = where(torch.zeros(4, part.shape[2], part.shape[1]))
+    export = Export("k", target, expert=0, shard=shard)
+    place(target.transpose(1, 2), export, list(whole[[2, 0, 3]]), [2, 0, 3], [0, 0, 0])
+    wanted = part.clone()
+    wanted[1] = 0
+    assert_same_tensor(on_host(target), wanted.transpose(1, 2).contiguous())
 
-        def one_by_one(keys: Sequence[str]) -> Iterator[tuple[list[int], torch.Tensor]]:
-            for position, key in enumerate(keys):
-                waiting.append(placer._waiting_bytes)
-                yield [position], torch.full((1, 3, 2), float(key))
 
-        placer.place(target, [Export(str(row), target, expert=row) for row in range(64)], one_by_one)
-    assert 0 < max(waiting) <= 100
-    assert_same_tensor(target, torch.arange(64.0).reshape(64, 1, 1).expand(64, 2, 3).contiguous())
-
-
-@pytest.mark.parametrize("buffer_bytes", [64, 96, 200, 1 << 20])
-def test_tensors_of_many_sizes_go_through_a_small_ring(buffer_bytes: int) -> None:
-    """Small and full chunks in turn: letting the oldest go need not make room in one piece."""
-    shapes = [(8, 1, 2), (8, 4, 4), (3, 2, 2), (8, 4, 4), (5, 4, 4), (1, 4, 4), (8, 1, 1), (8, 4, 4)]
-    wanted = [arange(*shape, start=100 * number) for number, shape in enumerate(shapes)]
-    targets = [emulated.to_device(torch.zeros(shape)) for shape in shapes]
-    with Placer(64, buffer_bytes) as placer:
-        for target, source in zip(targets, wanted, strict=True):
-            exports = [Export(str(row), target, expert=row) for row in range(len(source))]
-            placer.place(target, exports, partial(stacks, source))
-    for target, source in zip(targets, wanted, strict=True):
-        assert_same_tensor(emulated.to_host(target), source)
+@given(
+    rows=st.permutations(range(9)).flatmap(lambda order: st.integers(1, 9).map(lambda count: list(order)[:count])),
+    gap=st.lists(st.integers(0, 9), min_size=9, max_size=9),
+    step=st.integers(1, 3),
+    on_device=st.booleans(),
+)
+def test_any_rows_and_gaps(rows: list[int], gap: list[int], step: int, on_device: bool) -> None:
+    """The destination is every `step`-th row of a longer tensor, so nothing of it is dense."""
+    source = arange(9, 2, 3, dtype=torch.float32)
+    held = torch.zeros(9 * step, 3, 2)
+    long = emulated.to_device(held) if on_device else held
+    target = long[::step]
+    place(target.transpose(1, 2), Export("k", target, expert=0), [source[r] for r in rows], rows, gap[: len(rows)])
+    wanted = torch.zeros(9 * step, 3, 2)
+    for row in rows:
+        wanted[row * step] = source[row].T
+    assert_same_tensor(on_host(long), wanted)

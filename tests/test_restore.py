@@ -1,4 +1,4 @@
-"""Restore: all of it or nothing, one host-to-device copy for each packed parameter and state."""
+"""Restore: from a verified checkpoint (all of it or nothing), or while it is read and digested, once."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ import torch
 
 from packckpt import (
     AdamState,
-    Checkpoint,
     CheckpointError,
     CheckpointSaver,
     Export,
@@ -21,7 +20,11 @@ from packckpt import (
     PackckptError,
     Shard,
     load_checkpoint,
+    restore_checkpoint,
+    verify_checkpoint,
 )
+from packckpt.filepass import FilePass
+from packckpt.manifest import file_digest
 from packckpt.merge import cut_shard
 from tests import emulated
 from tests.builders import (
@@ -43,6 +46,7 @@ from tests.builders import (
 emulated.install_or_skip()
 
 Saved = dict[int, torch.Tensor]
+Restore = Callable[..., None]
 
 
 def host(tensor: torch.Tensor) -> torch.Tensor:
@@ -88,8 +92,30 @@ def groups_of(trainer: Trainer) -> list[dict[str, Any]]:
     return trainer.optimizer.param_groups
 
 
-def restore(checkpoint: Checkpoint, trainer: Trainer, **kwargs: Any) -> None:
-    checkpoint.restore(trainer.exports, trainer.optimizer, trainer.masters, **kwargs)
+def from_verified(path: Path, *what: Any, **kwargs: Any) -> None:
+    with load_checkpoint(path) as checkpoint:
+        checkpoint.restore(*what, **kwargs)
+
+
+def in_one_reading(path: Path, *what: Any, **kwargs: Any) -> None:
+    restore_checkpoint(path, *what, **kwargs).close()
+
+
+@pytest.fixture(params=[from_verified, in_one_reading])
+def restore_from(request: pytest.FixtureRequest) -> Restore:
+    """Restore what the arguments say, either way."""
+    way: Restore = request.param
+    return way
+
+
+@pytest.fixture
+def restore(restore_from: Restore) -> Restore:
+    """Restore a trainer, either way."""
+
+    def into(path: Path, trainer: Trainer, **kwargs: Any) -> None:
+        restore_from(path, trainer.exports, trainer.optimizer, trainer.masters, **kwargs)
+
+    return into
 
 
 def now_held(trainer: Trainer) -> dict[str, torch.Tensor]:
@@ -99,6 +125,13 @@ def now_held(trainer: Trainer) -> dict[str, torch.Tensor]:
     return expected_content(trainer)
 
 
+def flip(path: Path, position: int) -> None:
+    """Change a bit of one byte of a file."""
+    content = bytearray(path.read_bytes())
+    content[position] ^= 1
+    path.write_bytes(content)
+
+
 PLACES = {"host": host, "device": emulated.to_device}
 
 
@@ -106,13 +139,13 @@ class TestEverythingComesBack:
     @pytest.mark.parametrize("place", PLACES)
     @pytest.mark.parametrize("strides", STRIDES)
     @pytest.mark.parametrize("own_master", [False, True])
-    def test_bit_for_bit(self, place: str, strides: str, own_master: bool, tmp_path: Path) -> None:
+    def test_bit_for_bit(self, place: str, strides: str, own_master: bool, tmp_path: Path, restore: Restore) -> None:
         trainer = make(PLACES[place], strides=strides, own_master=own_master)
         expected = expected_content(trainer)
         layouts = [tensor.stride() for tensor in trainer.tensors() if tensor.dim()]
         pointers = [tensor.data_ptr() for tensor in trainer.parameters]
         save(tmp_path / "c", trainer)
-        restore(load_checkpoint(tmp_path / "c"), scrambled(trainer))
+        restore(tmp_path / "c", scrambled(trainer))
 
         assert_same_content(now_held(trainer), expected)
         assert [tensor.stride() for tensor in trainer.tensors() if tensor.dim()] == layouts
@@ -121,31 +154,31 @@ class TestEverythingComesBack:
     @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
     @pytest.mark.parametrize("state_dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
     def test_narrow_state_is_widened_and_narrowed_without_loss(
-        self, dtype: torch.dtype, state_dtype: torch.dtype, tmp_path: Path
+        self, dtype: torch.dtype, state_dtype: torch.dtype, tmp_path: Path, restore: Restore
     ) -> None:
         trainer = make(dtype=dtype, state_dtype=state_dtype)
         before = everything(trainer)
         save(tmp_path / "c", trainer)
-        restore(load_checkpoint(tmp_path / "c"), scrambled(trainer))
+        restore(tmp_path / "c", scrambled(trainer))
 
         assert everything(trainer) == before
 
-    def test_in_another_order_of_exports(self, tmp_path: Path) -> None:
+    def test_in_another_order_of_exports(self, tmp_path: Path, restore: Restore) -> None:
         trainer = make()
         expected = expected_content(trainer)
         save(tmp_path / "c", trainer)
         scrambled(trainer).exports.reverse()
-        restore(load_checkpoint(tmp_path / "c"), trainer)
+        restore(tmp_path / "c", trainer)
 
         assert_same_content(now_held(trainer), expected)
 
-    def test_into_an_optimizer_that_never_stepped(self, tmp_path: Path) -> None:
+    def test_into_an_optimizer_that_never_stepped(self, tmp_path: Path, restore: Restore) -> None:
         trainer = make()
         expected = expected_content(trainer)
         save(tmp_path / "c", trainer)
         fresh = make(missing=MOMENTS, step=None)
         assert not fresh.optimizer.state
-        restore(load_checkpoint(tmp_path / "c"), fresh)
+        restore(tmp_path / "c", fresh)
 
         assert_same_content(now_held(fresh), expected)
         for parameter in fresh.parameters:
@@ -153,17 +186,17 @@ class TestEverythingComesBack:
             assert held["exp_avg"].stride() == held["master"].stride()
             assert (held["step"].dtype, held["step"].shape) == (torch.float32, ())
 
-    def test_state_that_was_missing_when_saved_comes_back_as_zeros(self, tmp_path: Path) -> None:
+    def test_state_that_was_missing_when_saved_comes_back_as_zeros(self, tmp_path: Path, restore: Restore) -> None:
         trainer = make(missing=MOMENTS, step=None)
         save(tmp_path / "c", trainer)
         other = make()
-        restore(load_checkpoint(tmp_path / "c"), other)
+        restore(tmp_path / "c", other)
 
         content = now_held(other)
         assert_same_content(content, expected_content(make(missing=MOMENTS, step=None)))
         assert content[f"step/{key_of('a', 0)}"].item() == 0
 
-    def test_without_an_optimizer(self, tmp_path: Path) -> None:
+    def test_without_an_optimizer(self, tmp_path: Path, restore_from: Restore) -> None:
         trainer = make()
         expected = expected_content(trainer)
         save(tmp_path / "c", trainer, with_state=False)
@@ -171,28 +204,28 @@ class TestEverythingComesBack:
         with torch.no_grad():
             for parameter in trainer.parameters:
                 parameter.zero_()
-        load_checkpoint(tmp_path / "c").restore(trainer.exports, None)
+        restore_from(tmp_path / "c", trainer.exports, None)
 
         assert_same_content(now_held(trainer), expected)
         assert [bytes_of(trainer.held(p)["exp_avg"]) for p in trainer.parameters] == held
 
-    def test_weights_alone_from_a_checkpoint_with_an_optimizer(self, tmp_path: Path) -> None:
+    def test_weights_alone_from_a_checkpoint_with_an_optimizer(self, tmp_path: Path, restore_from: Restore) -> None:
         trainer = make()
         save(tmp_path / "c", trainer)
         before = everything(trainer)
         with torch.no_grad():
             for parameter in trainer.parameters:
                 parameter.zero_()
-        load_checkpoint(tmp_path / "c").restore(trainer.exports, None)
+        restore_from(tmp_path / "c", trainer.exports, None)
 
         assert everything(trainer) == before
 
-    def test_leaves_gradients_and_autograd_alone(self, tmp_path: Path) -> None:
+    def test_leaves_gradients_and_autograd_alone(self, tmp_path: Path, restore: Restore) -> None:
         trainer = make(own_master=True, dtype=torch.float32)
         save(tmp_path / "c", trainer)
         for parameter in trainer.parameters:
             parameter.grad = torch.ones_like(parameter)
-        restore(load_checkpoint(tmp_path / "c"), trainer)
+        restore(tmp_path / "c", trainer)
 
         assert all(p.requires_grad and p.grad_fn is None for p in trainer.parameters)
         assert all(torch.equal(p.grad, torch.ones_like(p)) for p in trainer.parameters if p.grad is not None)
@@ -200,50 +233,52 @@ class TestEverythingComesBack:
 
 class TestCopies:
     @pytest.mark.parametrize("strides", ["contiguous", "transposed"])
-    def test_one_for_each_packed_parameter_and_state(self, strides: str, tmp_path: Path) -> None:
+    def test_one_for_each_file_that_fits_a_chunk(self, strides: str, tmp_path: Path, restore: Restore) -> None:
         trainer = Trainer(emulated.to_device)
         trainer.packed("a", experts=8, rows=4, columns=6, strides=STRIDES[strides])
         trainer.packed("b", experts=8, rows=3, columns=4, strides=STRIDES[strides])
         expected = expected_content(trainer)
         save(tmp_path / "c", trainer)
-        checkpoint = load_checkpoint(tmp_path / "c")
         scrambled(trainer)
         with emulated.observe() as ledger:
-            restore(checkpoint, trainer)
+            restore(tmp_path / "c", trainer)
 
-        assert [event.shape for event in ledger.h2d] == [(8, 6, 4)] * 4 + [(8, 4, 3)] * 4
+        elements = 8 * (24 + 12)
+        assert sorted(event.shape for event in ledger.h2d) == [(2 * elements,), *[(4 * elements,)] * 3]
         assert ledger.h2d_bytes == 8 * (24 + 12) * (2 + 3 * 4)
         assert (ledger.d2h_calls, ledger.item_calls) == (0, 0)
         assert_same_content(now_held(trainer), expected)
 
-    def test_of_the_parameter_alone_where_it_is_its_own_master(self, tmp_path: Path) -> None:
+    def test_of_the_parameter_alone_where_it_is_its_own_master(self, tmp_path: Path, restore: Restore) -> None:
         trainer = Trainer(emulated.to_device)
         trainer.packed("a", experts=8, own_master=True, dtype=torch.float32)
         save(tmp_path / "c", trainer)
         with emulated.observe() as ledger:
-            restore(load_checkpoint(tmp_path / "c"), trainer)
+            restore(tmp_path / "c", trainer)
 
         assert ledger.h2d_calls == 3
 
-    def test_narrow_state_crosses_in_its_own_dtype(self, tmp_path: Path) -> None:
+    def test_narrow_state_crosses_as_it_is_in_the_file_and_is_converted_there(
+        self, tmp_path: Path, restore: Restore
+    ) -> None:
         trainer = Trainer(emulated.to_device)
         trainer.packed("a", experts=8, rows=4, columns=6, state_dtype=torch.bfloat16)
         save(tmp_path / "c", trainer)
         before = allocated_on_device()
         emulated.reset_peak()
         with emulated.observe() as ledger:
-            restore(load_checkpoint(tmp_path / "c"), trainer)
+            restore(tmp_path / "c", trainer)
 
-        assert ledger.h2d_bytes == 4 * 8 * 24 * 2
-        # Transposed on the device: one buffer of it at a time.
-        assert emulated.max_memory_allocated() - before == 8 * 24 * 2
+        assert ledger.h2d_bytes == 8 * 24 * (2 + 3 * 4)
+        # Transposed and converted on the device: one chunk at a time.
+        assert emulated.max_memory_allocated() - before == 8 * 24 * 4
 
-    def test_device_steps_go_back_to_the_device(self, tmp_path: Path) -> None:
+    def test_device_steps_go_back_to_the_device(self, tmp_path: Path, restore: Restore) -> None:
         trainer = Trainer(emulated.to_device)
         trainer.packed("a", step=emulated.to_device(torch.tensor(7.0)))
         save(tmp_path / "c", trainer)
         with emulated.observe() as ledger:
-            restore(load_checkpoint(tmp_path / "c"), scrambled(trainer))
+            restore(tmp_path / "c", scrambled(trainer))
 
         assert ledger.h2d_calls == 5
         step = trainer.optimizer.state[trainer.masters[0][1]]["step"]
@@ -253,13 +288,15 @@ class TestCopies:
 class TestSomeRows:
     @pytest.mark.parametrize("place", PLACES)
     @pytest.mark.parametrize("rows", [[2], [3, 1], [0, 3]])
-    def test_sparse_exports_leave_the_other_rows(self, place: str, rows: list[int], tmp_path: Path) -> None:
+    def test_sparse_exports_leave_the_other_rows(
+        self, place: str, rows: list[int], tmp_path: Path, restore: Restore
+    ) -> None:
         trainer = Trainer(PLACES[place])
         made = trainer.parameter(4, 3, 2)
         trainer.export_rows("a", made, rows)
         saved = expected_content(trainer)
         save(tmp_path / "c", trainer)
-        restore(load_checkpoint(tmp_path / "c"), scrambled(trainer))
+        restore(tmp_path / "c", scrambled(trainer))
 
         assert_same_content(now_held(trainer), saved)
         held = trainer.held(made)
@@ -267,7 +304,7 @@ class TestSomeRows:
             for row in set(range(4)) - set(rows):
                 assert emulated.to_host(tensor)[row].unique().tolist() == [5.0]
 
-    def test_of_one_checkpoint_on_a_rank_that_holds_a_part(self, tmp_path: Path) -> None:
+    def test_of_one_checkpoint_on_a_rank_that_holds_a_part(self, tmp_path: Path, restore: Restore) -> None:
         trainer = Trainer()
         trainer.packed("a", experts=4)
         expected = expected_content(trainer)
@@ -275,21 +312,20 @@ class TestSomeRows:
         part = Trainer()
         part.parameter(2, 3, 2, missing=MOMENTS, step=None)
         part.exports = [Export(key_of("a", 2 + row), part.parameters[0], expert=row) for row in range(2)]
-        checkpoint = load_checkpoint(tmp_path / "c")
 
         with pytest.raises(ExportError, match=r"c: holds .*experts.0.a.*, which no export names; .* subset=True"):
-            restore(checkpoint, part)
-        restore(checkpoint, part, subset=True)
+            restore(tmp_path / "c", part)
+        restore(tmp_path / "c", part, subset=True)
         assert_same_content(now_held(part), {k: v for k, v in expected.items() if "experts.2" in k or "experts.3" in k})
 
-    def test_moments_that_are_made_are_zero_in_the_other_rows(self, tmp_path: Path) -> None:
+    def test_moments_that_are_made_are_zero_in_the_other_rows(self, tmp_path: Path, restore: Restore) -> None:
         trainer = Trainer()
         trainer.export_rows("a", trainer.parameter(4, 3, 2), [1])
         save(tmp_path / "c", trainer)
         fresh = Trainer()
         made = fresh.parameter(4, 3, 2, missing=MOMENTS, step=None)
         fresh.export_rows("a", made, [1])
-        restore(load_checkpoint(tmp_path / "c"), fresh)
+        restore(tmp_path / "c", fresh)
         held = fresh.optimizer.state[fresh.held(made)["master"]]
 
         for moment in MOMENTS:
@@ -303,7 +339,13 @@ class TestShards:
     @pytest.mark.parametrize("components", [None, (6, 12)])
     @pytest.mark.parametrize("packed", [False, True])
     def test_are_cut_back(
-        self, dim: int, world_size: int, components: tuple[int, ...] | None, packed: bool, tmp_path: Path
+        self,
+        dim: int,
+        world_size: int,
+        components: tuple[int, ...] | None,
+        packed: bool,
+        tmp_path: Path,
+        restore: Restore,
     ) -> None:
         whole = Trainer()
         if packed:
@@ -312,7 +354,6 @@ class TestShards:
             whole.dense("a", rows=18, columns=18)
         expected = expected_content(whole)
         save(tmp_path / "c", whole)
-        checkpoint = load_checkpoint(tmp_path / "c")
         for rank in range(world_size):
             part = Trainer()
             shard = Shard(rank, world_size, dim, components)
@@ -322,7 +363,7 @@ class TestShards:
                 part.export_rows("a", part.parameter(2, *shape), range(2), shard=shard)
             else:
                 part.exports.append(Export(key_of("a"), part.parameter(*shape), shard=shard))
-            restore(checkpoint, scrambled(part))
+            restore(tmp_path / "c", scrambled(part))
             for name, value in now_held(part).items():
                 cut = expected[name] if name.startswith("step/") else part_of(expected[name], shard)
                 assert_same_tensor(value, cut.contiguous(), name)
@@ -337,7 +378,7 @@ class TestShards:
             shard = Shard(rank, world_size, 0)
             assert_same_tensor(cut_shard("k", whole, shard, (part.shape[0], 3)), part)
 
-    def test_uneven_ones_into_parameters(self, tmp_path: Path) -> None:
+    def test_uneven_ones_into_parameters(self, tmp_path: Path, restore: Restore) -> None:
         whole = Trainer()
         whole.dense("a", rows=3, columns=10)
         expected = expected_content(whole)
@@ -345,7 +386,7 @@ class TestShards:
         for rank, part in enumerate(torch.chunk(arange(10), 4)):
             other = Trainer()
             other.exports.append(Export(key_of("a"), other.parameter(3, len(part)), shard=Shard(rank, 4, 0)))
-            restore(load_checkpoint(tmp_path / "c"), scrambled(other))
+            restore(tmp_path / "c", scrambled(other))
             begin = int(part[0]) - 1
             assert_same_tensor(
                 now_held(other)[f"exp_avg/{key_of('a')}"], expected[f"exp_avg/{key_of('a')}"][begin : begin + len(part)]
@@ -360,7 +401,7 @@ class TestShards:
         ],
     )
     def test_that_do_not_fit_are_refused(
-        self, shard: Shard, shape: tuple[int, int], message: str, tmp_path: Path
+        self, shard: Shard, shape: tuple[int, int], message: str, tmp_path: Path, restore: Restore
     ) -> None:
         whole = Trainer()
         whole.dense("a", rows=3, columns=10)
@@ -370,7 +411,7 @@ class TestShards:
         before = everything(part)
 
         with pytest.raises(ExportError, match=f"^{key_of('a')}: {message}"):
-            restore(load_checkpoint(tmp_path / "c"), part)
+            restore(tmp_path / "c", part)
         assert everything(part) == before
 
 
@@ -393,9 +434,8 @@ def one_row_less(trainer: Trainer) -> None:
     del trainer.exports[3]
 
 
-def replace_last(**kwargs: Any) -> Callable[[Trainer], None]:
+def replace_last(shape: tuple[int, ...] = (3, 2), **kwargs: Any) -> Callable[[Trainer], None]:
     def change(trainer: Trainer) -> None:
-        shape = kwargs.pop("shape", (3, 2))
         trainer.exports[-1] = Export(trainer.exports[-1].key, trainer.parameter(*shape, **kwargs))
 
     return change
@@ -478,19 +518,19 @@ MISMATCHES: dict[str, tuple[Callable[[Trainer], None], type[PackckptError], str]
 }  # fmt: skip
 
 
-def test_masters_without_their_optimizer_are_refused(tmp_path: Path) -> None:
+def test_masters_without_their_optimizer_are_refused(tmp_path: Path, restore_from: Restore) -> None:
     trainer = Trainer()
     trainer.packed("a")
     save(tmp_path / "c", trainer)
     before = [bytes_of(parameter) for parameter in scrambled(trainer).parameters]
     with pytest.raises(OptimizerError, match="masters are given without the optimizer that steps them"):
-        load_checkpoint(tmp_path / "c").restore(trainer.exports, None, trainer.masters)
+        restore_from(tmp_path / "c", trainer.exports, None, trainer.masters)
     assert [bytes_of(parameter) for parameter in trainer.parameters] == before
 
 
 class TestAllOrNothing:
     @pytest.mark.parametrize("kind", MISMATCHES)
-    def test_a_mismatch_is_found_before_anything_is_written(self, kind: str, tmp_path: Path) -> None:
+    def test_a_mismatch_is_found_before_anything_is_written(self, kind: str, tmp_path: Path, restore: Restore) -> None:
         save(tmp_path / "c", make())
         trainer = scrambled(make())
         change, error, message = MISMATCHES[kind]
@@ -498,41 +538,43 @@ class TestAllOrNothing:
         before = everything(trainer)
 
         with pytest.raises(error, match=message):
-            restore(load_checkpoint(tmp_path / "c"), trainer)
+            restore(tmp_path / "c", trainer)
         assert everything(trainer) == before
 
-    def test_an_unchanged_trainer_is_restored(self, tmp_path: Path) -> None:
+    def test_an_unchanged_trainer_is_restored(self, tmp_path: Path, restore: Restore) -> None:
         """Else the mismatches above would show nothing."""
         save(tmp_path / "c", make())
         trainer = scrambled(make())
-        restore(load_checkpoint(tmp_path / "c"), trainer)
+        restore(tmp_path / "c", trainer)
 
         assert everything(trainer) == everything(make())
 
     @pytest.mark.parametrize(
         "other", [lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9), lambda p: torch.optim.Adafactor(p)]
     )
-    def test_another_optimizer(self, other: Callable[[Any], torch.optim.Optimizer], tmp_path: Path) -> None:
+    def test_another_optimizer(
+        self, other: Callable[[Any], torch.optim.Optimizer], tmp_path: Path, restore_from: Restore
+    ) -> None:
         save(tmp_path / "c", make(dtype=torch.float32, own_master=True))
         trainer = scrambled(make(dtype=torch.float32, own_master=True))
         optimizer = other(trainer.parameters)
         before = everything(trainer)
 
         with pytest.raises(OptimizerError, match=type(optimizer).__name__):
-            load_checkpoint(tmp_path / "c").restore(trainer.exports, optimizer)
+            restore_from(tmp_path / "c", trainer.exports, optimizer)
         assert everything(trainer) == before
         assert not optimizer.state
 
-    def test_a_checkpoint_without_an_optimizer(self, tmp_path: Path) -> None:
+    def test_a_checkpoint_without_an_optimizer(self, tmp_path: Path, restore: Restore) -> None:
         save(tmp_path / "c", make(), with_state=False)
         trainer = scrambled(make())
         before = everything(trainer)
 
         with pytest.raises(CheckpointError, match="c: was saved without an optimizer; there is no state of"):
-            restore(load_checkpoint(tmp_path / "c"), trainer)
+            restore(tmp_path / "c", trainer)
         assert everything(trainer) == before
 
-    def test_a_closed_checkpoint(self, tmp_path: Path) -> None:
+    def test_a_closed_checkpoint(self, tmp_path: Path, restore: Restore) -> None:
         save(tmp_path / "c", make())
         trainer = scrambled(make())
         before = everything(trainer)
@@ -540,10 +582,10 @@ class TestAllOrNothing:
         checkpoint.close()
 
         with pytest.raises(CheckpointError, match="c: is closed; load it again"):
-            restore(checkpoint, trainer)
+            checkpoint.restore(trainer.exports, trainer.optimizer, trainer.masters)
         assert everything(trainer) == before
 
-    def test_a_row_expanded_over_the_experts(self, tmp_path: Path) -> None:
+    def test_a_row_expanded_over_the_experts(self, tmp_path: Path, restore: Restore) -> None:
         save(tmp_path / "c", make())
         trainer = make()
         made = trainer.parameter(4, 2, 5, strides=lambda t: t[:1].expand_as(t))
@@ -552,12 +594,71 @@ class TestAllOrNothing:
         before = everything(trainer)
 
         with pytest.raises(ExportError, match="shares memory with"):
-            restore(load_checkpoint(tmp_path / "c"), trainer)
+            restore(tmp_path / "c", trainer)
         assert everything(trainer) == before
 
 
+class TestOneReading:
+    """A damaged file is noticed when it was read, so what was placed is told to be of no use."""
+
+    @pytest.mark.parametrize("place", PLACES)
+    @pytest.mark.parametrize("name", ["adapter_model.safetensors", "optimizer/exp_avg-000001.safetensors"])
+    def test_a_changed_byte(self, name: str, place: str, tmp_path: Path) -> None:
+        save(tmp_path / "c", make())
+        flip(tmp_path / "c" / name, -3)
+        trainer = scrambled(make(PLACES[place]))
+        step = trainer.optimizer.state[trainer.masters[0][1]]["step"]
+
+        with pytest.raises(CheckpointError) as caught:
+            in_one_reading(tmp_path / "c", trainer.exports, trainer.optimizer, trainer.masters)
+        assert f"{name}: has digest " in str(caught.value)
+        assert "parameters and optimizer hold parts of it: restore another checkpoint into them" in str(caught.value)
+        assert len(caught.value.problems) == 1
+        assert trainer.optimizer.state[trainer.masters[0][1]]["step"] is step
+
+    def test_a_file_that_nothing_is_restored_from(self, tmp_path: Path) -> None:
+        save(tmp_path / "c", make())
+        flip(tmp_path / "c" / "optimizer" / "master-000000.safetensors", -1)
+        trainer = scrambled(make())
+
+        with pytest.raises(CheckpointError, match=r"optimizer/master-000000\.safetensors: has digest "):
+            in_one_reading(tmp_path / "c", trainer.exports, None)
+
+    @pytest.mark.parametrize("name", ["adapter_config.json", "checkpoint.json"])
+    def test_what_is_not_tensors_is_checked_before_anything_is_written(self, name: str, tmp_path: Path) -> None:
+        save(tmp_path / "c", make())
+        flip(tmp_path / "c" / name, -4)
+        trainer = scrambled(make())
+        before = everything(trainer)
+
+        with pytest.raises(CheckpointError, match=name):
+            in_one_reading(tmp_path / "c", trainer.exports, trainer.optimizer, trainer.masters)
+        assert everything(trainer) == before
+
+    def test_every_byte_is_read_once(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        save(tmp_path / "c", make())
+        read: list[int] = []
+        fill = FilePass._fill
+        monkeypatch.setattr(FilePass, "_fill", lambda self, at, piece: read.append(len(piece)) or fill(self, at, piece))
+        monkeypatch.setattr("packckpt.verify.file_digest", lambda path: read.append(-1) or file_digest(path))
+        trainer = make()
+        in_one_reading(tmp_path / "c", trainer.exports, trainer.optimizer, trainer.masters)
+
+        files = list((tmp_path / "c").rglob("*.safetensors"))
+        heads = sum(8 + int.from_bytes(file.read_bytes()[:8], "little") for file in files)
+        assert read.count(-1) == 1  # the configuration
+        assert sum(count for count in read if count > 0) == sum(file.stat().st_size for file in files) - heads
+
+    def test_the_checkpoint_that_it_returns_is_verified_and_open(self, tmp_path: Path) -> None:
+        save(tmp_path / "c", make())
+        trainer = scrambled(make())
+        with restore_checkpoint(tmp_path / "c", trainer.exports, trainer.optimizer, trainer.masters) as checkpoint:
+            assert checkpoint.digest == verify_checkpoint(tmp_path / "c")
+            assert_same_tensor(checkpoint.exported(key_of("a", 2)), trainer.parameters[0].detach()[2].T.contiguous())
+
+
 class TestHyperparameters:
-    def test_that_differ_are_named_and_left(self, tmp_path: Path) -> None:
+    def test_that_differ_are_named_and_left(self, tmp_path: Path, restore: Restore) -> None:
         save(tmp_path / "c", make())
         trainer = scrambled(make())
         trainer.optimizer.param_groups[0].update(lr=0.5, eps=0.25)
@@ -565,18 +666,20 @@ class TestHyperparameters:
         with pytest.warns(
             UserWarning, match=r"differ from the checkpoint's and were left: learning_rate 0.001 -> 0.5, ep"
         ):
-            restore(load_checkpoint(tmp_path / "c"), trainer)
+            restore(tmp_path / "c", trainer)
         assert trainer.optimizer.param_groups[0]["lr"] == 0.5
         assert_same_content(now_held(trainer), expected_content(make()))
 
-    def test_a_warning_that_is_an_error_comes_before_anything_is_written(self, tmp_path: Path) -> None:
+    def test_a_warning_that_is_an_error_comes_before_anything_is_written(
+        self, tmp_path: Path, restore: Restore
+    ) -> None:
         save(tmp_path / "c", make())
         trainer = scrambled(make())
         trainer.optimizer.param_groups[0]["lr"] = 0.5
         before = everything(trainer)
 
         with pytest.raises(UserWarning, match="were left"):
-            restore(load_checkpoint(tmp_path / "c"), trainer)
+            restore(tmp_path / "c", trainer)
         assert everything(trainer) == before
 
 
@@ -594,13 +697,13 @@ class TestSteps:
         ],
         ids=repr,
     )
-    def test_keep_their_form(self, form: Any, tmp_path: Path) -> None:
+    def test_keep_their_form(self, form: Any, tmp_path: Path, restore: Restore) -> None:
         trainer = Trainer()
         trainer.packed("a", step=form)
         save(tmp_path / "c", trainer)
         other = Trainer()
         other.packed("a", step=form * 0 + 3)
-        restore(load_checkpoint(tmp_path / "c"), other)
+        restore(tmp_path / "c", other)
         step = other.optimizer.state[other.masters[0][1]]["step"]
 
         assert type(step) is type(form)
@@ -609,7 +712,7 @@ class TestSteps:
         else:
             assert step == form
 
-    def test_that_three_parameters_share_become_three(self, tmp_path: Path) -> None:
+    def test_that_three_parameters_share_become_three(self, tmp_path: Path, restore: Restore) -> None:
         trainer = Trainer()
         for name, step in zip("abc", (3, 5, 7), strict=True):
             trainer.packed(name, step=step)
@@ -618,25 +721,25 @@ class TestSteps:
         other = Trainer()
         for name in "abc":
             other.packed(name, step=shared)
-        restore(load_checkpoint(tmp_path / "c"), other)
+        restore(tmp_path / "c", other)
         steps = [other.optimizer.state[master]["step"] for _, master in other.masters]
 
         assert [step.item() for step in steps] == [3, 5, 7]
         assert len({id(step) for step in [*steps, shared]}) == 4
         assert shared.item() == 1
 
-    def test_beyond_float32_stay_exact(self, tmp_path: Path) -> None:
+    def test_beyond_float32_stay_exact(self, tmp_path: Path, restore: Restore) -> None:
         trainer = Trainer()
         trainer.packed("a", step=2**24 + 1)
         save(tmp_path / "c", trainer)
         other = Trainer()
         other.packed("a", step=torch.tensor(1.0))
-        restore(load_checkpoint(tmp_path / "c"), other)
+        restore(tmp_path / "c", other)
 
         assert other.optimizer.state[other.masters[0][1]]["step"].item() == 2**24 + 1
 
     @pytest.mark.parametrize("setting", ["capturable", "fused"])
-    def test_of_an_optimizer_that_steps_on_the_device(self, setting: str, tmp_path: Path) -> None:
+    def test_of_an_optimizer_that_steps_on_the_device(self, setting: str, tmp_path: Path, restore: Restore) -> None:
         """Where no step is held yet, it is made where such an optimizer would make it."""
         trainer = Trainer(emulated.to_device)
         trainer.packed("a")
@@ -644,24 +747,24 @@ class TestSteps:
         fresh = Trainer(emulated.to_device)
         fresh.packed("a", missing=MOMENTS, step=None)
         fresh.optimizer.param_groups[0][setting] = True
-        restore(load_checkpoint(tmp_path / "c"), fresh)
+        restore(tmp_path / "c", fresh)
         step = fresh.optimizer.state[fresh.masters[0][1]]["step"]
 
         assert (step.device.type, step.dtype, emulated.to_host(step).item()) == ("emu", torch.float32, 7.0)
 
 
-def test_the_manifest_of_a_restored_trainer_is_the_same(tmp_path: Path) -> None:
+def test_the_manifest_of_a_restored_trainer_is_the_same(tmp_path: Path, restore: Restore) -> None:
     """Save, restore elsewhere, save again: the same checkpoint, byte for byte."""
     digest = save(tmp_path / "a", make())
     trainer = make(missing=MOMENTS, step=None)
-    restore(load_checkpoint(tmp_path / "a"), trainer)
+    restore(tmp_path / "a", trainer)
 
     assert save(tmp_path / "b", trainer) == digest
     assert json.loads((tmp_path / "b" / "checkpoint.json").read_text())["digest"] == digest
     assert PREFIX in trainer.exports[0].key
 
 
-def test_in_inference_mode_moments_are_made_that_an_optimizer_can_step(tmp_path: Path) -> None:
+def test_in_inference_mode_moments_are_made_that_an_optimizer_can_step(tmp_path: Path, restore_from: Restore) -> None:
     parameter = torch.nn.Parameter(arange(2, 3, 2).to(torch.bfloat16))
     stepped = torch.optim.AdamW([parameter])
     parameter.grad = torch.ones_like(parameter)
@@ -672,19 +775,19 @@ def test_in_inference_mode_moments_are_made_that_an_optimizer_can_step(tmp_path:
     wanted = {name: value.clone() for name, value in stepped.state[parameter].items()}
     fresh = torch.optim.AdamW([parameter])
 
-    with load_checkpoint(tmp_path / "c") as checkpoint, torch.inference_mode():
+    with torch.inference_mode():
         parameter.zero_()
-        checkpoint.restore(exports, fresh)
+        restore_from(tmp_path / "c", exports, fresh)
 
     for name, value in wanted.items():
         assert torch.equal(fresh.state[parameter][name], value), name
     fresh.step()
 
 
-def test_parameters_without_data_are_refused(tmp_path: Path) -> None:
+def test_parameters_without_data_are_refused(tmp_path: Path, restore_from: Restore) -> None:
     parameter = torch.nn.Parameter(arange(2, 3))
     with CheckpointSaver(durable=False) as saver:
         saver.save(tmp_path / "c", [Export("k", parameter)], None, CONFIG)
 
-    with load_checkpoint(tmp_path / "c") as checkpoint, pytest.raises(ExportError, match=r"k: .* on the meta device"):
-        checkpoint.restore([Export("k", parameter.to("meta"))], None)
+    with pytest.raises(ExportError, match=r"k: .* on the meta device"):
+        restore_from(tmp_path / "c", [Export("k", parameter.to("meta"))], None)

@@ -11,6 +11,11 @@ from hypothesis import strategies as st
 from packckpt.ring import Ring, Slot
 
 
+def has_room(ring: Ring, count_bytes: int) -> bool:
+    """Return whether `acquire` would not wait now."""
+    return not count_bytes or ring._place(-(-count_bytes // 64) * 64) is not None
+
+
 def test_slots_follow_one_another_and_wrap() -> None:
     ring = Ring(256, pinned=False)
     first, second = ring.acquire(128), ring.acquire(64)
@@ -35,6 +40,28 @@ def test_a_slot_waits_until_its_place_is_free() -> None:
     assert got[0].start == 0
 
 
+def test_a_ring_that_is_closed_wakes_who_waits_for_it() -> None:
+    ring = Ring(256, pinned=False)
+    slots = [ring.acquire(128), ring.acquire(128)]
+    raised: list[str] = []
+
+    def wait() -> None:
+        try:
+            ring.acquire(64)
+        except InterruptedError as error:
+            raised.append(str(error))
+
+    waiting = threading.Thread(target=wait)
+    waiting.start()
+    ring.close()
+    waiting.join(timeout=30)
+    slots[0].release()
+
+    assert raised == ["the ring was closed"]
+    with pytest.raises(InterruptedError):
+        ring.acquire(64)
+
+
 def test_a_slot_is_at_most_half_of_the_ring() -> None:
     with pytest.raises(ValueError, match="a slot of 129 bytes in a ring of 256; at most half"):
         Ring(256, pinned=False).acquire(129)
@@ -47,7 +74,7 @@ def test_a_slot_of_nothing_holds_no_place_in_a_full_ring() -> None:
     first.release()
     third = ring.acquire(128)  # in the first one's place: the ring is wrapped and full
     ring.acquire(0).release()
-    assert not ring.has_room(128)
+    assert not has_room(ring, 128)
     assert (third.start, second.start) == (0, 128)
 
 
@@ -60,7 +87,7 @@ def test_held_slots_never_share_a_byte(actions: list[int]) -> None:
     ring = Ring(256, pinned=False)
     held: list[tuple[Slot, int]] = []
     for number, action in enumerate(actions):
-        if action >= 0 and ring.has_room(action):
+        if action >= 0 and has_room(ring, action):
             slot = ring.acquire(action)
             slot.memory.fill_(number)
             held.append((slot, number))
@@ -72,4 +99,4 @@ def test_held_slots_never_share_a_byte(actions: list[int]) -> None:
         assert bool((slot.memory == mark).all()), "somebody wrote into a slot that was held"
     for slot, _ in held:
         slot.release()
-    assert ring.has_room(128)
+    assert has_room(ring, 128)

@@ -1,0 +1,213 @@
+"""Read what is wanted of a checkpoint's files, once, and place it: on all cores, through bounded memory."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from queue import SimpleQueue
+from typing import Any
+
+import torch
+
+from packckpt.filepass import FilePass
+from packckpt.fillings import Chunk, FileLayout, Portion
+from packckpt.placing import place_on_device, place_on_host
+from packckpt.ring import Ring, Slot
+from packckpt.staging import make_ring
+from packckpt.strands import MOST_THREADS, usable_cores
+from packckpt.tensorfile import host_bytes
+from packckpt.tensorreader import TensorFileReader
+from packckpt.verify import digest_problem, unreadable_problem
+from packckpt.windows import DEFAULT_BUFFER_BYTES
+
+_HOST_CHUNK_BYTES = 4 << 20  # still in the core's cache when it is placed
+_CHUNKS_OF_RING = 8  # as many threads can read and digest at once
+TASK_BYTES = 16 << 20  # of a file that is not digested, so that several threads can share it
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """A part of a file that one thread reads front to back.
+
+    Attributes:
+        reader: of the file.
+        layout: what is wanted of it.
+        tensors: which of those.
+        digest: what the whole file must have, or None where that is known already.
+    """
+
+    reader: TensorFileReader
+    layout: FileLayout
+    tensors: range
+    digest: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class _InFlight:
+    """A chunk on its way to a device, whose host memory must not change before it has left."""
+
+    slot: Slot
+    departures: Sequence[Callable[[], None]]
+
+
+class Intake:
+    """Reads files and fills tensors of the trainer.
+
+    On an accelerator a chunk arrives in one copy through a ring of two buffers, and goes to its rows there. On the
+    CPU it goes to its rows while it is in the core's cache. A file that is digested is read by one thread.
+
+    Args:
+        devices: of all destinations.
+        largest_bytes: the largest tensor that is wanted, in any dtype; the ring holds at least two such.
+        buffer_bytes: of each of the ring's two buffers.
+
+    Host memory: the ring, for accelerators only; 5 MiB for each thread, of which there are at most 8.
+    Device memory: one chunk, of an eighth of the ring or the largest tensor.
+    """
+
+    def __init__(
+        self, devices: Iterable[torch.device], largest_bytes: int, buffer_bytes: int = DEFAULT_BUFFER_BYTES
+    ) -> None:
+        accelerator = next((device for device in devices if device.type != "cpu"), None)
+        self._chunk_bytes = _HOST_CHUNK_BYTES
+        self._ring: Ring | None = None
+        if accelerator is not None:
+            self._chunk_bytes = max(2 * buffer_bytes // _CHUNKS_OF_RING, largest_bytes)
+            self._ring, _ = make_ring(max(2 * buffer_bytes, 2 * largest_bytes), accelerator)
+        self._arrived: SimpleQueue[tuple[Slot, Chunk] | None] = SimpleQueue()
+        self._in_flight: deque[_InFlight] = deque()
+        self._own = threading.local()
+        self._running = 0
+        self._stopped = False
+
+    def run(self, tasks: Iterable[Task]) -> list[str]:
+        """Read everything and place it; all is in place when this returns.
+
+        Returns:
+            what is wrong with which file; what it holds may have been placed by then.
+        """
+        mode = torch.is_inference_mode_enabled()
+        # The longest first: the others even out what is left.
+        ordered = sorted(tasks, key=lambda task: -task.reader.size_bytes)
+        with ThreadPoolExecutor(min(MOST_THREADS, usable_cores()), "packckpt-read") as pool:
+            results = [pool.submit(self._run_task, task, mode) for task in ordered]
+            self._running = len(results)
+            try:
+                while self._running:
+                    self._await_arrival()
+            except BaseException:
+                self._stopped = True
+                if self._ring is not None:
+                    self._ring.close()  # threads may wait for it
+                raise
+            finally:
+                while self._in_flight:
+                    self._await_oldest()
+        return [problem for result in results if (problem := result.result()) is not None]
+
+    def _run_task(self, task: Task, inference_mode: bool) -> str | None:
+        try:
+            # Each thread has modes of its own; the caller's hold.
+            with torch.inference_mode(inference_mode), torch.no_grad():
+                return self._read(task)
+        except OSError as error:
+            return unreadable_problem(task.reader.path, error)
+        except BaseException:
+            self._stopped = True
+            raise
+        finally:
+            self._arrived.put(None)
+
+    def _read(self, task: Task) -> str | None:
+        with FilePass(task.reader, digested=task.digest is not None) as file:
+            for tensors in task.layout.split(task.tensors, self._chunk_bytes):
+                if self._stopped:
+                    return None
+                self._take(file, task.reader, task.layout.chunk(tensors))
+            return None if task.digest is None else digest_problem(task.reader.path, file.finish(), task.digest)
+
+    def _take(self, file: FilePass, reader: TensorFileReader, chunk: Chunk) -> None:
+        if any(_on_accelerator(portion) for portion in chunk.portions):
+            self._take_into_ring(file, chunk)
+        else:
+            memory = self._memory_for(file, reader, chunk)
+            for portion in chunk.portions:
+                place_on_host(portion, memory)
+
+    def _take_into_ring(self, file: FilePass, chunk: Chunk) -> None:
+        assert self._ring is not None
+        slot = self._ring.acquire(chunk.bytes)
+        try:
+            _read_spans(file, chunk, slot.memory)
+            for portion in chunk.portions:
+                if not _on_accelerator(portion):
+                    place_on_host(portion, slot.memory)
+        except BaseException:
+            slot.release()
+            raise
+        self._arrived.put((slot, chunk))
+
+    def _memory_for(self, file: FilePass, reader: TensorFileReader, chunk: Chunk) -> torch.Tensor:
+        """Read a chunk into the thread's memory; a tensor that is larger is looked at in its file."""
+        if chunk.bytes > self._chunk_bytes:
+            ((begin, end),) = chunk.spans
+            file.pass_over(end)
+            return reader.data(begin, end)
+        if not hasattr(self._own, "memory"):
+            self._own.memory = torch.empty(self._chunk_bytes, dtype=torch.uint8)
+        memory: torch.Tensor = self._own.memory[: chunk.bytes]
+        _read_spans(file, chunk, memory)
+        return memory
+
+    def _await_arrival(self) -> None:
+        """Launch the next chunk that is on the host, or note that a task has ended."""
+        # Threads may wait for the ring, and none be at work that will bring a chunk: make room before waiting.
+        while self._in_flight and self._arrived.empty():
+            self._await_oldest()
+        arrival = self._arrived.get()
+        if arrival is None:
+            self._running -= 1
+        else:
+            self._launch(*arrival)
+
+    def _launch(self, slot: Slot, chunk: Chunk) -> None:
+        """Send a chunk to its devices, on the caller's streams, and from there to its rows."""
+        on_device = {}
+        for device in {p.filling.destination.device for p in chunk.portions if _on_accelerator(p)}:
+            # Without blocking on CUDA alone, whose events say when host memory may change again.
+            overlapped = slot.memory.is_pinned() and device.type == "cuda"
+            on_device[device] = slot.memory.to(device, non_blocking=overlapped), _departure(device)
+        self._in_flight.append(_InFlight(slot, [departed for _, departed in on_device.values()]))
+        for portion in chunk.portions:
+            if _on_accelerator(portion):
+                place_on_device(portion, on_device[portion.filling.destination.device][0])
+
+    def _await_oldest(self) -> None:
+        oldest = self._in_flight.popleft()
+        for departed in oldest.departures:
+            departed()
+        oldest.slot.release()
+
+
+def _read_spans(file: FilePass, chunk: Chunk, memory: torch.Tensor) -> None:
+    view, filled = host_bytes(memory), 0
+    for begin, end in chunk.spans:
+        file.read(begin, end, view[filled : filled + end - begin])
+        filled += end - begin
+
+
+def _on_accelerator(portion: Portion) -> bool:
+    return portion.filling.destination.device.type != "cpu"
+
+
+def _departure(device: torch.device) -> Callable[[], None]:
+    """Return a function that waits for what was submitted to the device's current stream so far."""
+    if device.type != "cuda":
+        return lambda: None
+    event: Any = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+    event.record(torch.cuda.current_stream(device))
+    wait: Callable[[], None] = event.synchronize
+    return wait
