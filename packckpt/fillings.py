@@ -48,11 +48,13 @@ class Portion:
         filling: which it is part of.
         rows: where each tensor goes.
         places: where each begins in the chunk's memory, in bytes; ascending.
+        even: whether they lie evenly apart.
     """
 
     filling: Filling
     rows: Numbers
     places: Numbers
+    even: bool
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -71,7 +73,9 @@ class Chunk:
 
 
 class FileLayout:
-    """All tensors of a file that are wanted, in the order in which they stand there.
+    """All tensors of a file that are wanted, numbered in the order in which they stand there.
+
+    It is kept by column, and a chunk takes a few operations for each filling: there may be ten thousand tensors.
 
     Args:
         fillings: of one file; no tensor is wanted twice, and those without elements are left out.
@@ -83,12 +87,14 @@ class FileLayout:
         begins = np.concatenate([np.zeros(0, np.int64), *(filling.offsets for filling in self._fillings)])
         order = np.argsort(begins, kind="stable")
         self._begins = begins[order]
-        self._sizes = np.repeat(np.array([f.tensor_bytes for f in self._fillings], np.int64), counts)[order]
         self._owners = np.repeat(np.arange(len(counts)), counts)[order]
-        rows = np.concatenate([np.zeros(0, np.int64), *(filling.rows for filling in self._fillings)])
-        self._rows = rows[order]
+        self._sizes = np.array([filling.tensor_bytes for filling in self._fillings], np.int64)[self._owners]
         # Where each would end if all of them lay side by side, as they do in the memory of a chunk.
         self._ends = np.cumsum(self._sizes)
+        # By filling: the numbers of its tensors, where they begin side by side, and how far that goes evenly.
+        self._numbers = np.split(np.argsort(order, kind="stable"), np.cumsum(counts)[:-1])
+        self._places = [(self._ends - self._sizes)[numbers] for numbers in self._numbers]
+        self._even_until = [_even_until(places) for places in self._places]
 
     @property
     def tensors(self) -> range:
@@ -106,17 +112,25 @@ class FileLayout:
 
     def chunk(self, tensors: range) -> Chunk:
         """Return the tensors of a range as one chunk."""
-        begins, sizes, ends = (
-            column[tensors.start : tensors.stop] for column in (self._begins, self._sizes, self._ends)
-        )
-        owners, rows = self._owners[tensors.start : tensors.stop], self._rows[tensors.start : tensors.stop]
-        base = int(ends[0] - sizes[0])
-        places = ends - sizes - base
-        portions = []
-        for owner in np.unique(owners):
-            mine = owners == owner
-            portions.append(Portion(self._fillings[owner], rows[mine], places[mine]))
-        return Chunk(_spans(begins, begins + sizes), tuple(portions), int(ends[-1]) - base)
+        begins, sizes = self._begins[tensors.start : tensors.stop], self._sizes[tensors.start : tensors.stop]
+        base, end = int(self._ends[tensors.start] - sizes[0]), int(self._ends[tensors.stop - 1])
+        owners = np.flatnonzero(np.bincount(self._owners[tensors.start : tensors.stop]))
+        portions = tuple(self._portion(owner, tensors, base) for owner in owners.tolist())
+        return Chunk(_spans(begins, begins + sizes), portions, end - base)
+
+    def _portion(self, owner: int, tensors: range, base: int) -> Portion:
+        filling = self._fillings[owner]
+        start, stop = np.searchsorted(self._numbers[owner], (tensors.start, tensors.stop)).tolist()
+        even = bool(self._even_until[owner][start] >= stop - 1)
+        return Portion(filling, filling.rows[start:stop], self._places[owner][start:stop] - base, even)
+
+
+def _even_until(places: Numbers) -> Numbers:
+    """Return for each place the last one up to which they lie as far apart as it and the next do."""
+    steps = places[1:] - places[:-1]
+    changes = np.append(np.flatnonzero(steps[1:] != steps[:-1]) + 1, len(steps))
+    until: Numbers = changes[np.searchsorted(changes, np.arange(len(places)), side="right").clip(max=len(changes) - 1)]
+    return until
 
 
 def _spans(begins: Numbers, ends: Numbers) -> tuple[tuple[int, int], ...]:

@@ -23,7 +23,7 @@ from packckpt.tensorreader import TensorFileReader
 from packckpt.verify import digest_problem, unreadable_problem
 from packckpt.windows import DEFAULT_BUFFER_BYTES
 
-_HOST_CHUNK_BYTES = 4 << 20  # still in the core's cache when it is placed
+_HOST_CHUNK_BYTES = 8 << 20
 _CHUNKS_OF_RING = 8  # as many threads can read and digest at once
 TASK_BYTES = 16 << 20  # of a file that is not digested, so that several threads can share it
 
@@ -64,7 +64,7 @@ class Intake:
         largest_bytes: the largest tensor that is wanted, in any dtype; the ring holds at least two such.
         buffer_bytes: of each of the ring's two buffers.
 
-    Host memory: the ring, for accelerators only; 5 MiB for each thread, of which there are at most 8.
+    Host memory: the ring, for accelerators only; 9 MiB for each thread, of which there are at most 8.
     Device memory: one chunk, of an eighth of the ring or the largest tensor.
     """
 

@@ -55,7 +55,7 @@ def _stacks(portion: Portion, memory: torch.Tensor) -> Iterator[tuple[range, tor
     """
     dtype, shape = portion.filling.dtype, portion.filling.shape
     start = 0
-    for places in _even(portion.places):
+    for places in [_evenly(portion.places)] if portion.even else progressions(portion.places.tolist()):
         # A file of several dtypes has no gaps, so what follows another dtype may not be aligned.
         aligned = not places.start % dtype.itemsize and not places.step % dtype.itemsize
         for part in [places] if aligned else [range(place, place + 1) for place in places]:
@@ -63,11 +63,9 @@ def _stacks(portion: Portion, memory: torch.Tensor) -> Iterator[tuple[range, tor
             start += len(part)
 
 
-def _even(places: Numbers) -> list[range]:
-    steps = places[1:] - places[:-1]
-    if len(steps) and (steps == steps[0]).all():
-        return [range(int(places[0]), int(places[-1]) + 1, int(steps[0]))]
-    return progressions(places.tolist())
+def _evenly(places: Numbers) -> range:
+    first, last = int(places[0]), int(places[-1])
+    return range(first, last + 1, (last - first) // (len(places) - 1) if len(places) > 1 else 1)
 
 
 def _stack(memory: torch.Tensor, places: range, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:

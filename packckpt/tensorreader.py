@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import threading
+from collections.abc import Callable
 from typing import IO, Any
 
 import torch
@@ -14,9 +16,23 @@ from packckpt.tensorfile import TensorSpec, host_bytes
 _LARGEST_SIZE = 2**63 - 1  # of what torch counts in
 # dtype as the header has it, shape, first byte and the one behind the last, counted from the file's start
 Entry = tuple[str, tuple[int, ...], int, int]
-# what was parsed before, by length and header: the files of a block's components have one and the same
-Headers = dict[bytes, dict[str, Entry]]
 _File = IO[bytes]
+
+
+class Headers:
+    """What is known of the headers of a checkpoint's files: those of a block's components are one and the same."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._known: dict[tuple[bytes, int], dict[str, Entry]] = {}
+
+    def entries(self, head: bytes, size_bytes: int, check: Callable[[], None]) -> dict[str, Entry]:
+        """Return what a file holds, from its head; a head that was not met in a file of that size is checked first."""
+        with self._lock:
+            if (head, size_bytes) not in self._known:
+                check()
+                self._known[head, size_bytes] = _parse(head)
+            return self._known[head, size_bytes]
 
 
 class TensorFileReader:
@@ -27,16 +43,25 @@ class TensorFileReader:
 
     Args:
         path: the file.
-        headers: shared by readers whose files may have the same header; it is then parsed once.
+        headers: shared by readers whose files may have the same header; it is then checked and parsed once.
+        check: raises where the file is not what it should be.
 
     Attributes:
         path: the file.
         size_bytes: of the whole file.
         head: its first bytes, up to where the tensors begin, as they were when it was opened.
         entries: what it holds: name to dtype, shape and place.
+
+    Raises:
+        ValueError, RecursionError: the header is not one that this package reads.
     """
 
-    def __init__(self, path: str | os.PathLike[str], headers: Headers | None = None) -> None:
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        headers: Headers | None = None,
+        check: Callable[[], None] = lambda: None,
+    ) -> None:
         self.path = path
         with open(path, "rb") as file:
             self._identity = _identity(file)
@@ -46,10 +71,7 @@ class TensorFileReader:
             self._bytes = torch.from_file(name, size=self.size_bytes, dtype=torch.uint8)
         self._view = host_bytes(self._bytes)
         self.head = self._view[: 8 + int.from_bytes(self._view[:8], "little")].tobytes()
-        headers = {} if headers is None else headers
-        if self.head not in headers:
-            headers[self.head] = _parse(self.head)
-        self.entries = headers[self.head]
+        self.entries = (headers or Headers()).entries(self.head, self.size_bytes, check)
 
     def bytes(self, name: str) -> memoryview:
         """Return the bytes of a tensor; nothing is copied."""

@@ -79,6 +79,8 @@ def test_any_file(wanted: list[tuple[int, int]], task_bytes: int, chunk_bytes: i
             assert chunk.bytes <= chunk_bytes or len(tensors) == 1
             read = [byte for begin, end in chunk.spans for byte in range(begin, end)]
             assert len(read) == chunk.bytes
+            for portion in chunk.portions:
+                assert portion.even == (len(set(np.diff(portion.places))) < 2)
             for owner, row, place in held(chunk.portions):
                 kind, end = where[read[place]]
                 assert owner is fillings[kind]

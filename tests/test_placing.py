@@ -35,7 +35,8 @@ def place(
 ) -> None:
     memory, places = chunk_of(tensors, gaps)
     filling = Filling(destination, export, tensors[0].dtype, tuple(tensors[0].shape), np.array(places), np.array(rows))
-    portion = Portion(filling, np.array(rows), np.array(places))
+    even = len(set(np.diff(places))) < 2
+    portion = Portion(filling, np.array(rows), np.array(places), even)
     if destination.device.type == "cpu":
         place_on_host(portion, memory)
     else:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from packckpt.tensorfile import tensor_bytes, write_tensors
-from packckpt.tensorreader import TensorFileReader, spec_of
+from packckpt.tensorreader import Headers, TensorFileReader, spec_of
 from tests.builders import arange, assert_same_tensor
 
 
@@ -45,15 +46,25 @@ def test_a_header_is_parsed_once_for_files_that_share_it(tmp_path: Path, monkeyp
     parsed: list[bytes] = []
     parse = json.loads
     monkeypatch.setattr(json, "loads", lambda text, **options: parsed.append(text) or parse(text, **options))
-    headers: dict[bytes, dict[str, tuple[str, tuple[int, ...], int, int]]] = {}
+    headers, checked = Headers(), []
     for name, factor in (("a", 1), ("b", 2)):
         write_tensors(tmp_path / name, {"k": factor * torch.arange(6.0).reshape(2, 3)})
     write_tensors(tmp_path / "c", {"k": torch.arange(3.0)})
 
-    readers = [TensorFileReader(tmp_path / name, headers) for name in "abc"]
+    readers = [TensorFileReader(tmp_path / name, headers, partial(checked.append, name)) for name in "abc"]
 
-    assert len(parsed) == 2
+    assert (len(parsed), checked) == (2, ["a", "c"])
     assert [reader.tensor("k").flatten()[1].item() for reader in readers] == [1, 2, 1]
+
+
+def test_a_longer_file_with_the_same_header_is_checked_again(tmp_path: Path) -> None:
+    write_tensors(tmp_path / "a", {"k": torch.arange(6.0)})
+    (tmp_path / "b").write_bytes((tmp_path / "a").read_bytes() + b"more")
+    headers, checked = Headers(), []
+
+    for name in "ab":
+        TensorFileReader(tmp_path / name, headers, partial(checked.append, name))
+    assert checked == ["a", "b"]
 
 
 def test_a_path_need_not_be_unicode(tmp_path: Path) -> None:
