@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +15,10 @@ import torch
 
 from packckpt import Export, intake
 from packckpt.dtypes import DTYPE_OF_NAME
-from packckpt.fillings import Chunk, FileLayout, Filling
+from packckpt.filepass import FilePass
+from packckpt.fillings import Chunk, FileLayout, Filling, Portion
 from packckpt.intake import Intake, Task
+from packckpt.placing import place_on_host
 from packckpt.ring import Slot
 from packckpt.tensorfile import write_tensors
 from packckpt.tensorreader import TensorFileReader
@@ -76,7 +78,12 @@ class Files:
 @pytest.mark.parametrize("digested", [True, False])
 @pytest.mark.parametrize("buffer_bytes", [64, 96, 200, 1 << 20])
 @pytest.mark.parametrize("places", [["host"], ["device"], ["host", "device"]], ids=str)
-def test_tensors_of_many_sizes(places: list[str], buffer_bytes: int, digested: bool, tmp_path: Path) -> None:
+def test_tensors_of_many_sizes(
+    places: list[str], buffer_bytes: int, digested: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On the host, a tensor that is larger than a thread's memory is looked at in its file."""
+    monkeypatch.setattr(intake, "_HOST_CHUNK_BYTES", 48)
+    monkeypatch.setattr(intake, "TASK_BYTES", 200)
     files = Files(tmp_path, places)
 
     assert files.run(digested=digested, buffer_bytes=buffer_bytes) == []
@@ -107,30 +114,58 @@ def test_one_chunk_for_a_parameter_on_the_host_and_one_on_a_device(tmp_path: Pat
 
 def test_a_slot_is_not_filled_before_its_chunk_has_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Departures come late, and the slot must hold until then what it held when it was sent."""
-    sent: dict[int, bytes] = {}
-    late = 0
-    launch, await_oldest = Intake._launch, Intake._await_oldest
+    sent: list[Slot] = []
+    departed = 0
+    launch = Intake._launch
 
     def recording_launch(self: Intake, slot: Slot, chunk: Chunk) -> None:
-        sent[id(slot)] = slot.memory.numpy().tobytes()
+        sent.append(slot)
         launch(self, slot, chunk)
 
-    def comparing_await(self: Intake) -> None:
-        nonlocal late
-        slot = self._in_flight[0].slot
-        threading.Event().wait(0.002)
-        assert slot.memory.numpy().tobytes() == sent.pop(id(slot))
-        assert not slot.released
-        late += 1
-        await_oldest(self)
+    def late_departure(_: torch.device) -> Callable[[], None]:
+        slot, content = sent[-1], sent[-1].memory.numpy().tobytes()
+
+        def depart() -> None:
+            nonlocal departed
+            threading.Event().wait(0.002)
+            assert not slot.released
+            assert slot.memory.numpy().tobytes() == content
+            departed += 1
+
+        return depart
 
     monkeypatch.setattr(Intake, "_launch", recording_launch)
-    monkeypatch.setattr(Intake, "_await_oldest", comparing_await)
+    monkeypatch.setattr(intake, "_departure", late_departure)
     files = Files(tmp_path, ["device"])
     assert files.run() == []
     files.expect_filled()
-    assert late == sum(len(source) if source[0].numel() == 16 else 1 for source in files.wanted) > 20
-    assert not sent
+    assert departed == len(sent) > 20
+    assert all(slot.released for slot in sent)
+
+
+def test_a_tensor_that_is_looked_at_in_its_file_was_read_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A disk that fails is then an error, where looking would end the process."""
+    monkeypatch.setattr(intake, "_HOST_CHUNK_BYTES", 48)
+    monkeypatch.setattr(intake, "usable_cores", lambda: 1)
+    read_to = 0
+    fill = FilePass._fill
+
+    def recording_fill(self: FilePass, start: int, piece: memoryview) -> None:
+        nonlocal read_to
+        fill(self, start, piece)
+        read_to = start + len(piece)
+
+    def place(portion: Portion, memory: torch.Tensor) -> None:
+        filling = portion.filling
+        last = filling.offsets[list(filling.rows).index(portion.rows[-1])]
+        assert last + filling.tensor_bytes <= read_to
+        place_on_host(portion, memory)
+
+    monkeypatch.setattr(FilePass, "_fill", recording_fill)
+    monkeypatch.setattr(intake, "place_on_host", place)
+    files = Files(tmp_path, ["host"])
+    assert files.run() == []
+    files.expect_filled()
 
 
 @pytest.mark.parametrize("places", [["host"], ["device"]], ids=str)
@@ -174,6 +209,7 @@ def test_the_caller_is_cut_short_while_threads_wait_for_the_ring(
     def launch(self: Intake, slot: Slot, chunk: Chunk) -> None:
         launched.append(slot)
         if len(launched) == 3:
+            threading.Event().wait(0.2)  # until the ring is full, and a thread waits for it
             raise error  # and the slot is lost, as where Ctrl-C comes before it was noted
         slot.release()
 
