@@ -79,7 +79,7 @@ class Checkpoint:
             CheckpointError: no such key.
         """
         try:
-            return spec_of(key, self._exported[key])
+            return spec_of(self._exported[key])
         except KeyError:
             raise CheckpointError(f"{self.path}: has no key {key}; it has {len(self.keys)} others") from None
 

@@ -88,9 +88,9 @@ class TensorFileReader:
         return flat.as_strided((len(offsets), *shape), (offsets.step // dtype.itemsize, *strides))
 
 
-def spec_of(name: str, entry: Entry) -> TensorSpec:
+def spec_of(entry: Entry) -> TensorSpec:
     """Return dtype and shape of a tensor, from what the header says of it."""
-    return TensorSpec(name, DTYPE_OF_NAME[entry[0]], entry[1])
+    return TensorSpec(DTYPE_OF_NAME[entry[0]], entry[1])
 
 
 def _name_for_torch(path: str | os.PathLike[str], descriptor: int) -> str:

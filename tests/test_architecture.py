@@ -26,6 +26,7 @@ ALLOWED: dict[str, set[str]] = {
     "strands": set(),
     "ring": set(),
     "exports": {"dtypes", "errors"},
+    "descriptions": {"dtypes", "exports"},
     "optimizer": {"dtypes", "errors"},
     "progressions": set(),
     "windows": {"dtypes", "errors", "exports", "optimizer", "progressions"},
@@ -36,12 +37,12 @@ ALLOWED: dict[str, set[str]] = {
     "peaks": {"dtypes", "exports", "optimizer", "plan", "tensorfile"},
     "manifest": {"errors", "optimizer", "tensorfile"},
     "staging": {"ring", "tensorfile", "transfer", "windows"},
-    "snapshot": {"disk", "dtypes", "exports", "plan", "tensorfile", "tensorreader", "transfer"},
+    "snapshot": {"disk", "exports", "plan", "tensorfile", "tensorreader", "transfer"},
     "staged": {
         "disk", "exports", "manifest", "optimizer", "snapshot", "staging", "strands", "tensorfile", "transfer",
         "windows",
     },
-    "merge": {"errors", "exports", "snapshot", "tensorfile"},
+    "merge": {"descriptions", "errors", "exports", "tensorfile"},
     "verify": {"dtypes", "errors", "manifest", "strands", "tensorreader"},
     "commit": {
         "disk", "dtypes", "errors", "manifest", "merge", "optimizer", "strands", "tensorfile", "verify", "windows",
@@ -49,8 +50,8 @@ ALLOWED: dict[str, set[str]] = {
     "ranks": {"errors", "tensorfile"},
     "reservation": {"disk", "errors"},
     "saver": {
-        "commit", "errors", "exports", "manifest", "merge", "optimizer", "plan", "ranks", "reservation",
-        "snapshot", "staged", "staging", "transfer", "turns", "windows",
+        "commit", "descriptions", "dtypes", "errors", "exports", "manifest", "merge", "optimizer", "plan", "ranks",
+        "reservation", "snapshot", "staged", "staging", "transfer", "turns", "windows",
     },
     "checkpoint": {"errors", "manifest", "optimizer", "tensorfile", "tensorreader", "verify", "windows"},
     "placing": {"exports", "merge", "progressions", "ring", "staging", "strands", "transfer", "windows"},
