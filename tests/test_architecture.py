@@ -23,6 +23,7 @@ ALLOWED: dict[str, set[str]] = {
     "dtypes": set(),
     "disk": set(),
     "turns": set(),
+    "jsontext": set(),
     "strands": set(),
     "ring": set(),
     "exports": {"dtypes", "errors"},
@@ -35,7 +36,7 @@ ALLOWED: dict[str, set[str]] = {
     "tensorfile": {"disk", "dtypes"},
     "tensorreader": {"dtypes", "progressions", "tensorfile"},
     "peaks": {"dtypes", "exports", "optimizer", "plan", "tensorfile"},
-    "manifest": {"errors", "optimizer", "tensorfile"},
+    "manifest": {"errors", "jsontext", "optimizer", "tensorfile"},
     "staging": {"ring", "tensorfile", "transfer", "windows"},
     "snapshot": {"disk", "exports", "plan", "tensorfile", "tensorreader", "transfer"},
     "staged": {
