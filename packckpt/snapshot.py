@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
 
 from packckpt.disk import remove_tree
-from packckpt.exports import block_of
+from packckpt.exports import blocks_of
 from packckpt.plan import TransferPlan
 from packckpt.tensorfile import write_tensors
 from packckpt.tensorreader import TensorFileReader
@@ -82,7 +82,7 @@ class BlockSnapshot(Snapshot):
     def reader(self) -> SnapshotReader:
         """Open the snapshot for reading; use it as a context manager."""
         return SnapshotReader(
-            self.directory, lambda component, key: (self._file_of_block[block_of(key)], f"{component}/{key}")
+            self.directory, lambda component, block, key: (self._file_of_block[block], f"{component}/{key}")
         )
 
 
@@ -91,12 +91,13 @@ class SnapshotReader:
 
     Args:
         directory: of the snapshot.
-        locate: maps a component ("lora", "master", ...) and a key to a file and the tensor's name in it.
+        locate: maps a component ("lora", "master", ...), a layer block and a key of it to a file and the tensor's
+            name in it.
 
     Memory: pages of the mapped files, which the system takes back when it needs them.
     """
 
-    def __init__(self, directory: Path, locate: Callable[[str, str], tuple[str, str]]) -> None:
+    def __init__(self, directory: Path, locate: Callable[[str, str, str], tuple[str, str]]) -> None:
         self._directory = directory
         self._locate = locate
         self._opened: dict[str, TensorFileReader] = {}
@@ -111,9 +112,9 @@ class SnapshotReader:
         """Return the bytes of one component of the keys."""
         return list(self._parts(component, keys))
 
-    def _parts(self, component: str, keys: Iterable[str]) -> Iterator[memoryview]:
-        for key in keys:
-            name, tensor = self._locate(component, key)
+    def _parts(self, component: str, keys: Sequence[str]) -> Iterator[memoryview]:
+        for key, block in zip(keys, blocks_of(keys), strict=True):
+            name, tensor = self._locate(component, block, key)
             if name not in self._opened:
                 self._opened[name] = TensorFileReader(self._directory / name)
             yield self._opened[name].bytes(tensor)

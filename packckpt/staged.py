@@ -9,7 +9,6 @@ from functools import partial
 from pathlib import Path
 
 from packckpt.disk import sync_path
-from packckpt.exports import block_of
 from packckpt.manifest import ADAPTER_FILE, OPTIMIZER_DIRECTORY, optimizer_file
 from packckpt.optimizer import COMPONENTS
 from packckpt.snapshot import Snapshot, SnapshotReader
@@ -85,7 +84,7 @@ class StagedSnapshot(Snapshot):
 
     def reader(self) -> SnapshotReader:
         """Open the snapshot for reading; use it as a context manager."""
-        return SnapshotReader(self.directory, lambda component, key: (self._file_name(component, block_of(key)), key))
+        return SnapshotReader(self.directory, lambda component, block, key: (self._file_name(component, block), key))
 
     def remove(self) -> None:
         """End the writing and remove the directory and its files."""

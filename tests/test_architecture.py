@@ -32,7 +32,7 @@ ALLOWED: dict[str, set[str]] = {
     "progressions": set(),
     "windows": {"dtypes", "errors", "exports", "optimizer", "progressions"},
     "plan": {"dtypes", "errors", "exports", "optimizer", "windows"},
-    "transfer": {"dtypes", "errors", "optimizer", "plan"},
+    "transfer": {"dtypes", "errors", "exports", "optimizer", "plan"},
     "tensorfile": {"disk", "dtypes"},
     "tensorreader": {"dtypes", "progressions", "tensorfile"},
     "peaks": {"dtypes", "exports", "optimizer", "plan", "tensorfile"},
@@ -40,8 +40,7 @@ ALLOWED: dict[str, set[str]] = {
     "staging": {"ring", "tensorfile", "transfer", "windows"},
     "snapshot": {"disk", "exports", "plan", "tensorfile", "tensorreader", "transfer"},
     "staged": {
-        "disk", "exports", "manifest", "optimizer", "snapshot", "staging", "strands", "tensorfile", "transfer",
-        "windows",
+        "disk", "manifest", "optimizer", "snapshot", "staging", "strands", "tensorfile", "transfer", "windows",
     },
     "merge": {"descriptions", "errors", "exports", "tensorfile"},
     "verify": {"dtypes", "errors", "manifest", "strands", "tensorreader"},

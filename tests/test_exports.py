@@ -8,10 +8,15 @@ from typing import Any
 import numpy
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
-from packckpt import CheckpointSaver, Export, ExportError, PackckptError, Shard, plan_transfers
-from packckpt.exports import GLOBAL_BLOCK, block_of, check_exports, named
+from packckpt import CheckpointSaver, Export, ExportError, PackckptError, Shard, exports, plan_transfers
+from packckpt.exports import GLOBAL_BLOCK, block_of, blocks_of, check_exports, named
 from tests.builders import arange
+
+# Blocks within blocks, numbers that begin alike, and what only looks like a block.
+KEY_PARTS = ["a", "layers", "1", "10", "2", "w", "1b", GLOBAL_BLOCK, "a\n", "layers\n", ""]
 
 
 class TestBlockOf:
@@ -32,6 +37,20 @@ class TestBlockOf:
     )
     def test_is_the_longest_prefix_up_to_a_layer_number(self, key: str, block: str) -> None:
         assert block_of(key) == block
+
+    @given(parts=st.lists(st.lists(st.sampled_from(KEY_PARTS), min_size=1, max_size=5), max_size=12))
+    def test_of_many_keys_is_that_of_each(self, parts: list[list[str]]) -> None:
+        keys = [".".join(of_key) for of_key in parts]
+
+        assert list(blocks_of(keys)) == [block_of(key) for key in keys]
+
+    def test_is_looked_for_once_where_keys_of_one_follow_one_another(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        looked: list[str] = []
+        monkeypatch.setattr(exports, "block_of", lambda key: looked.append(key) or block_of(key))
+        keys = [f"a.layers.{layer}.experts.{row}.w" for layer in (1, 10, 2) for row in range(5)]
+
+        assert list(blocks_of(keys)) == [f"a.layers.{layer}" for layer in (1, 10, 2) for _ in range(5)]
+        assert looked == keys[::5]
 
 
 class TestShard:

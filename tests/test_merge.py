@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 
 import pytest
 import torch
 
+from packckpt import merge
 from packckpt.descriptions import Description, KeyGroup
 from packckpt.errors import ExportError, SaveError
 from packckpt.exports import Shard
-from packckpt.merge import cut_shard, join_parts, merge_keys
+from packckpt.merge import Composition, Part, cut_shard, join_parts, merge_keys
 
 KEY = "base.layers.3.q.lora_A.weight"
 
@@ -101,6 +103,41 @@ def test_what_does_not_fit_is_refused(ranks: list[list[KeyGroup]], text: str) ->
         merge_keys(ranks)
     if any(ranks):
         assert str(caught.value).startswith(f"{KEY}: ")
+
+
+def test_keys_that_every_rank_describes_alike_are_decided_on_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    decided: list[str] = []
+    compose = merge._compose
+
+    def recording(key: str, parts: Sequence[Part]) -> Composition:
+        decided.append(key)
+        return compose(key, parts)
+
+    monkeypatch.setattr(merge, "_compose", recording)
+    keys = [f"a.layers.{layer}.w.{row:02d}" for layer in (0, 1) for row in range(20)]
+    wide, narrow = Description(torch.float32, (4, 2), None, 7), Description(torch.float32, (4, 2), None, 8)
+    merged = merge_keys(
+        [[KeyGroup(wide, keys[:30])], [KeyGroup(wide, keys[10:20]), KeyGroup(narrow, [*keys[:5], *keys[25:]])]]
+    ).compositions
+    # Rank 0 and rank 1's other step; rank 0 alone; rank 0 and rank 1; rank 1 alone.
+    assert decided == [keys[0], keys[5], keys[10], keys[30]]
+    assert list(merged) == keys
+    assert merged[keys[0]] is merged[keys[4]] is merged[keys[25]]
+    assert [part.rank for part in merged[keys[25]].duplicates] == [1]
+    assert [(merged[key].only_rank, merged[key].step) for key in (keys[0], keys[5], keys[10], keys[30])] == [
+        (None, 7), (0, 7), (None, 7), (1, 8),
+    ]  # fmt: skip
+    assert merged[keys[0]].part_of(1).description is narrow
+    assert merged[keys[10]].part_of(1).description is wide
+
+
+def test_an_error_names_the_first_key_of_those_that_it_concerns() -> None:
+    groups = [
+        [KeyGroup(Description(torch.float32, (4, 2), None, 7), ["c", "a", "b"])],
+        [KeyGroup(Description(torch.bfloat16, (4, 2), None, 7), ["c", "b"])],
+    ]
+    with pytest.raises(SaveError, match=r"^b: ranks 0 and 1 export it with different dtype"):
+        merge_keys(groups)
 
 
 @pytest.mark.parametrize("dim", [0, 1])

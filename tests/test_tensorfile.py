@@ -7,7 +7,9 @@ import hashlib
 import json
 import os
 import stat
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,9 +17,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
+from packckpt import commit, staged
 from packckpt.dtypes import NAME_OF_DTYPE
-from packckpt.tensorfile import TensorFileWriter, TensorSpec, header_of, tensor_bytes, write_tensors
-from tests.builders import STRIDES, arange, assert_same_content, transposed
+from packckpt.tensorfile import Header, TensorFileWriter, TensorSpec, header_of, tensor_bytes, write_tensors
+from tests.builders import (
+    STRIDES,
+    Trainer,
+    arange,
+    assert_same_content,
+    expected_content,
+    read_content,
+    save,
+    transposed,
+)
 
 # Everything that encodes as UTF-8, but for NUL, which no export key holds.
 KEYS = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), min_size=1).filter(
@@ -113,6 +125,27 @@ class TestHeader:
         write(tmp_path / "f", {key: arange(1) for key in ("layers.2", "layers.10", "Z", "é", "a")}, ascii_header=True)
 
         assert list(json.loads(header_in(tmp_path / "f"))) == ["Z", "a", "layers.10", "layers.2", "é"]
+
+    @pytest.mark.parametrize("path", ["staged", "coalesced"])
+    def test_is_made_once_for_the_components_of_a_block(
+        self, path: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Of a snapshot that is laid out as the checkpoint, and of a checkpoint that is merged."""
+        trainer = Trainer()
+        for layer in range(3):
+            trainer.packed("a", layer=layer, rows=3 + layer)
+        made: list[bool] = []
+
+        def recording(tensors: Iterable[tuple[str, TensorSpec]], *, ascii_header: bool = False) -> Header:
+            made.append(ascii_header)
+            return header_of(tensors, ascii_header=ascii_header)
+
+        monkeypatch.setattr(staged, "header_of", recording)
+        monkeypatch.setattr(commit, "header_of", recording)
+        save(tmp_path / "c", trainer, path)
+
+        assert sorted(made) == [False, False, False, True]
+        assert_same_content(read_content(tmp_path / "c"), expected_content(trainer))
 
 
 class TestWriter:
