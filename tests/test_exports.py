@@ -16,7 +16,10 @@ from packckpt.exports import GLOBAL_BLOCK, block_of, blocks_of, check_exports, n
 from tests.builders import arange
 
 # Blocks within blocks, numbers that begin alike, and what only looks like a block.
-KEY_PARTS = ["a", "layers", "1", "10", "2", "w", "1b", GLOBAL_BLOCK, "a\n", "layers\n", ""]
+BEGINNINGS = [
+    "a.layers.1", "a.layers.10", "a.layers.1.layers.2", "a.layers.1.b.layers.2", "a.layers.1.b.layers.x",
+    "a.layers.1\n", "a\n.layers.1", "a.layers.1.b\n.layers.2", "b", GLOBAL_BLOCK, f"{GLOBAL_BLOCK}.layers.1", "",
+]  # fmt: skip
 
 
 class TestBlockOf:
@@ -38,10 +41,8 @@ class TestBlockOf:
     def test_is_the_longest_prefix_up_to_a_layer_number(self, key: str, block: str) -> None:
         assert block_of(key) == block
 
-    @given(parts=st.lists(st.lists(st.sampled_from(KEY_PARTS), min_size=1, max_size=5), max_size=12))
-    def test_of_many_keys_is_that_of_each(self, parts: list[list[str]]) -> None:
-        keys = [".".join(of_key) for of_key in parts]
-
+    @given(keys=st.lists(st.builds(str.__add__, st.sampled_from(BEGINNINGS), st.sampled_from(["", ".w", ".3.w"]))))
+    def test_of_many_keys_is_that_of_each(self, keys: list[str]) -> None:
         assert list(blocks_of(keys)) == [block_of(key) for key in keys]
 
     def test_is_looked_for_once_where_keys_of_one_follow_one_another(self, monkeypatch: pytest.MonkeyPatch) -> None:
