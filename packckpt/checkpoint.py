@@ -76,7 +76,7 @@ class Checkpoint:
         Raises:
             CheckpointError: no such key.
         """
-        return spec_of(key, self._contents.entry(key))
+        return spec_of(self._contents.entry(key))
 
     def exported(self, key: str) -> torch.Tensor:
         """Return the exported value `(out, in)` on the host, in the dtype of the trained parameter."""

@@ -25,10 +25,10 @@ from packckpt.manifest import (
     manifest_bytes,
     optimizer_file,
 )
-from packckpt.merge import MergedKey, Part, blocks_of, join_parts
+from packckpt.merge import Composition, Merged, join_parts
 from packckpt.optimizer import COMPONENTS, Hyperparameters
 from packckpt.strands import Strands
-from packckpt.tensorfile import TensorFileWriter, new_digest, tensor_bytes
+from packckpt.tensorfile import Header, TensorFileWriter, header_of, new_digest, tensor_bytes
 from packckpt.verify import verify_checkpoint
 from packckpt.windows import WEIGHTS
 
@@ -49,6 +49,19 @@ class WholeFile:
 
 
 @dataclass(frozen=True, slots=True)
+class AlikeFiles:
+    """Tensor files of a checkpoint that hold the same keys: the weights alone, or the components of a block.
+
+    Attributes:
+        components: by relative path, what each file holds of the keys.
+        keys: in string order.
+    """
+
+    components: Mapping[str, str]
+    keys: Sequence[str]
+
+
+@dataclass(frozen=True, slots=True)
 class Commit:
     """Everything that the coordinator needs to write one checkpoint.
 
@@ -56,7 +69,7 @@ class Commit:
         destination: where it goes, absolute.
         config: the portable configuration.
         optimizer: hyper-parameters, or None to write no optimizer files.
-        merged: the tensors, in string order of their keys.
+        merged: the tensors.
         durable: sync files and directories to disk.
         strict_duplicates: compare what several ranks export under one key.
         new_parents: directories above the destination that were made for this save, outermost first.
@@ -67,7 +80,7 @@ class Commit:
     destination: Path
     config: dict[str, Any]
     optimizer: Hyperparameters | None
-    merged: Sequence[MergedKey]
+    merged: Merged
     durable: bool
     strict_duplicates: bool
     new_parents: Sequence[Path] = ()
@@ -92,64 +105,65 @@ class Commit:
             remove_tree(temporary)
 
     def _write_files(self, root: Path, fetch: Fetch) -> str:
-        layout = self._layout()
-        if self.optimizer is not None:
+        if self._has_state:
             os.mkdir(root / OPTIMIZER_DIRECTORY)
-        taken = {name: digest for name in layout if (digest := self._take(root, name)) is not None}
-        merged = self._merge_files(root, {name: layout[name] for name in layout if name not in taken}, fetch)
-        files = {**taken, **merged}
-        if self.optimizer is not None:
+        files: dict[str, str] = {}
+        missing: list[AlikeFiles] = []
+        for alike in tensor_files(self.merged, self._has_state):
+            files.update(self._take(root, alike.components))
+            rest = {name: component for name, component in alike.components.items() if name not in files}
+            if rest:
+                missing.append(AlikeFiles(rest, alike.keys))
+        files.update(self._merge_files(root, missing, fetch))
+        if self._has_state:
             self._sync_directory(root / OPTIMIZER_DIRECTORY)
         files[CONFIG_FILE] = self._write_bytes(root / CONFIG_FILE, config_bytes(self.config))
-        steps = {item.key: item.step for item in self.merged if item.step is not None}
+        steps = {key: made_of.step for key, made_of in self.merged.compositions.items() if made_of.step is not None}
         content, digest = manifest_bytes(str(self.config[MODEL_KEY]), self.optimizer, self._parameters(), steps, files)
         self._write_bytes(root / MANIFEST_FILE, content)
         self._sync_directory(root)
         return digest
 
-    def _layout(self) -> dict[str, tuple[str, Sequence[MergedKey]]]:
-        """Return the tensor files by relative path: their component and tensors."""
-        return {name: (component, items) for name, component, items in tensor_files(self.merged, self._has_state)}
-
     @property
     def _has_state(self) -> bool:
         return self.optimizer is not None
 
-    def _parameters(self) -> dict[str, list[str]]:
+    def _parameters(self) -> dict[str, tuple[str, ...]]:
         if not self._has_state:
             return {}
-        return {
-            item.key: [optimizer_file(component, number) for component in COMPONENTS]
-            for number, items in enumerate(blocks_of(self.merged).values())
-            for item in items
-        }
+        parameters: dict[str, tuple[str, ...]] = {}
+        for number, keys in enumerate(self.merged.blocks.values()):
+            names = tuple(optimizer_file(component, number) for component in COMPONENTS)
+            parameters.update(dict.fromkeys(keys, names))
+        return parameters
 
-    def _take(self, root: Path, name: str) -> str | None:
-        """Move a whole file of a snapshot into the checkpoint; None where it has to be merged after all."""
-        whole = self.whole_files.get(name)
-        if whole is None:
-            return None
-        try:
-            os.rename(whole.path, root / name)
-        except (FileNotFoundError, NotADirectoryError):
-            return None  # on another machine's disk: its rank sends the bytes
-        return whole.digest
+    def _take(self, root: Path, names: Iterable[str]) -> Iterator[tuple[str, str]]:
+        """Move whole files of snapshots into the checkpoint; yield path and digest of what need not be merged."""
+        for name in names:
+            whole = self.whole_files.get(name)
+            if whole is None:
+                continue
+            try:
+                os.rename(whole.path, root / name)
+            except (FileNotFoundError, NotADirectoryError):
+                continue  # on another machine's disk: its rank sends the bytes
+            yield name, whole.digest
 
-    def _merge_files(
-        self, root: Path, layout: Mapping[str, tuple[str, Sequence[MergedKey]]], fetch: Fetch
-    ) -> dict[str, str]:
+    def _merge_files(self, root: Path, missing: Iterable[AlikeFiles], fetch: Fetch) -> dict[str, str]:
         """Write files from what the ranks hold: fetched in order, written and digested on several threads."""
         digests: dict[str, str] = {}
         writers: list[TensorFileWriter] = []
         strands = Strands(most_bytes=2 * WINDOW_BYTES)
         try:
-            for name, (component, items) in layout.items():
-                writer = self._open_writer(root / name, component, items)
-                writers.append(writer)
-                for window in _windows(items):
-                    parts = list(self._merged_window(component, window, fetch))
-                    strands.submit(name, partial(writer.append, *parts), size_bytes=sum(map(len, parts)))
-                strands.submit(name, partial(_finish, writer, name, digests))
+            for alike in missing:
+                header = self._header_of(alike)
+                for name, component in alike.components.items():
+                    writer = TensorFileWriter(root / name, header, durable=self.durable)
+                    writers.append(writer)
+                    for window in self._windows(alike.keys):
+                        parts = list(self._merged_window(component, window, fetch))
+                        strands.submit(name, partial(writer.append, *parts), size_bytes=sum(map(len, parts)))
+                    strands.submit(name, partial(_finish, writer, name, digests))
             strands.finish()
         except BaseException:
             strands.cancel()
@@ -158,20 +172,45 @@ class Commit:
             raise
         return digests
 
-    def _open_writer(self, path: Path, component: str, items: Sequence[MergedKey]) -> TensorFileWriter:
-        is_adapter = component == WEIGHTS
-        specs = [item.spec(item.dtype if is_adapter else STATE_DTYPE) for item in items]
-        return TensorFileWriter(path, specs, ascii_header=is_adapter, durable=self.durable)
+    def _header_of(self, alike: AlikeFiles) -> Header:
+        tensors = ((key, self.merged.compositions[key]) for key in alike.keys)
+        if WEIGHTS in alike.components.values():
+            return header_of(((key, made_of.spec(made_of.dtype)) for key, made_of in tensors), ascii_header=True)
+        return header_of((key, made_of.spec(STATE_DTYPE)) for key, made_of in tensors)
 
-    def _merged_window(self, component: str, items: Sequence[MergedKey], fetch: Fetch) -> Iterator[memoryview]:
-        keys_of = _keys_by_rank((part.rank, item) for item in items for part in item.parts)
-        arrived = {rank: iter(fetch(rank, component, keys)) for rank, keys in keys_of.items()}
-        datas_of = {item.key: [next(arrived[part.rank]) for part in item.parts] for item in items}
+    def _windows(self, keys: Iterable[str]) -> Iterator[list[str]]:
+        window: list[str] = []
+        size = 0
+        for key in keys:
+            key_bytes = self.merged.compositions[key].spec(STATE_DTYPE).bytes
+            if window and size + key_bytes > WINDOW_BYTES:
+                yield window
+                window, size = [], 0
+            window.append(key)
+            size += key_bytes
+        if window:
+            yield window
+
+    def _merged_window(self, component: str, keys: Sequence[str], fetch: Fetch) -> Iterator[memoryview]:
+        compositions = self.merged.compositions
+        keys_of = _keys_by_rank((part.rank, key) for key in keys for part in compositions[key].parts)
+        arrived = {rank: iter(fetch(rank, component, wanted)) for rank, wanted in keys_of.items()}
+        datas_of = {key: [next(arrived[part.rank]) for part in compositions[key].parts] for key in keys}
         if self.strict_duplicates:
-            _expect_equal_duplicates(component, items, datas_of, fetch)
-        for item in items:
-            datas = datas_of.pop(item.key)
-            yield datas[0] if len(datas) == 1 else _joined(component, item, datas)
+            self._expect_equal_duplicates(component, keys, datas_of, fetch)
+        for key in keys:
+            datas = datas_of.pop(key)
+            yield datas[0] if len(datas) == 1 else _joined(component, compositions[key], datas)
+
+    def _expect_equal_duplicates(
+        self, component: str, keys: Sequence[str], datas_of: Mapping[str, Sequence[memoryview]], fetch: Fetch
+    ) -> None:
+        """Compare what is not taken with what is, one rank after another: however many there are, one is in memory."""
+        compositions = self.merged.compositions
+        wanted = _keys_by_rank((part.rank, key) for key in keys for part in compositions[key].duplicates)
+        for rank, of_rank in wanted.items():
+            for key, data in zip(of_rank, fetch(rank, component, of_rank), strict=True):
+                _expect_same(key, component, compositions[key], rank, datas_of[key], data)
 
     def _write_bytes(self, path: Path, content: bytes) -> str:
         digest = new_digest()
@@ -207,21 +246,21 @@ class Commit:
             sync_directory(path)
 
 
-def tensor_files(merged: Sequence[MergedKey], has_state: bool) -> Iterator[tuple[str, str, Sequence[MergedKey]]]:
-    """Yield the tensor files of a checkpoint: relative path, component, tensors in key order."""
-    yield ADAPTER_FILE, WEIGHTS, merged
-    for number, items in enumerate(blocks_of(merged).values()):
-        for component in COMPONENTS if has_state else ():
-            yield optimizer_file(component, number), component, items
+def tensor_files(merged: Merged, has_state: bool) -> Iterator[AlikeFiles]:
+    """Yield the tensor files of a checkpoint: the weights, then the components of each block."""
+    yield AlikeFiles({ADAPTER_FILE: WEIGHTS}, list(merged.compositions))
+    for number, keys in enumerate(merged.blocks.values()):
+        if has_state:
+            yield AlikeFiles({optimizer_file(component, number): component for component in COMPONENTS}, keys)
 
 
-def owners_of_files(merged: Sequence[MergedKey], has_state: bool) -> dict[str, int]:
+def owners_of_files(merged: Merged, has_state: bool) -> dict[str, int]:
     """Return the files that one rank alone fills, by relative path, and that rank."""
     owners: dict[str, int] = {}
-    for name, _, items in tensor_files(merged, has_state):
-        ranks = {part.rank for item in items for part in (*item.parts, *item.duplicates)}
-        if len(ranks) == 1 and all(len(item.parts) == 1 for item in items):
-            owners[name] = ranks.pop()
+    for alike in tensor_files(merged, has_state):
+        first, *others = {made_of.only_rank for made_of in {merged.compositions[key] for key in alike.keys}}
+        if first is not None and not others:
+            owners.update(dict.fromkeys(alike.components, first))
     return owners
 
 
@@ -265,48 +304,22 @@ def _expect_same_checkpoint(destination: Path, digest: str) -> None:
         )
 
 
-def _keys_by_rank(wanted: Iterable[tuple[int, MergedKey]]) -> dict[int, list[str]]:
+def _keys_by_rank(wanted: Iterable[tuple[int, str]]) -> dict[int, list[str]]:
     by_rank: dict[int, list[str]] = {}
-    for rank, item in wanted:
-        by_rank.setdefault(rank, []).append(item.key)
+    for rank, key in wanted:
+        by_rank.setdefault(rank, []).append(key)
     return dict(sorted(by_rank.items()))
-
-
-def _expect_equal_duplicates(
-    component: str, items: Sequence[MergedKey], datas_of: Mapping[str, Sequence[memoryview]], fetch: Fetch
-) -> None:
-    """Compare what is not taken with what is, one rank after another: however many there are, one is in memory."""
-    by_key = {item.key: item for item in items}
-    wanted = _keys_by_rank((part.rank, item) for item in items for part in item.duplicates)
-    for rank, keys in wanted.items():
-        for key, data in zip(keys, fetch(rank, component, keys), strict=True):
-            item = by_key[key]
-            part = next(part for part in item.duplicates if part.rank == rank)
-            _expect_same(component, item, part, datas_of[key], data)
 
 
 def _finish(writer: TensorFileWriter, name: str, digests: dict[str, str]) -> None:
     digests[name] = writer.finish()
 
 
-def _windows(items: Iterable[MergedKey]) -> Iterator[list[MergedKey]]:
-    window: list[MergedKey] = []
-    size = 0
-    for item in items:
-        item_bytes = item.spec(STATE_DTYPE).bytes
-        if window and size + item_bytes > WINDOW_BYTES:
-            yield window
-            window, size = [], 0
-        window.append(item)
-        size += item_bytes
-    if window:
-        yield window
-
-
-def _joined(component: str, item: MergedKey, datas: Sequence[memoryview]) -> memoryview:
-    dtype = item.dtype if component == WEIGHTS else STATE_DTYPE
-    tensors = [_tensor(data, dtype, part.entry.shape) for data, part in zip(datas, item.parts, strict=True)]
-    return tensor_bytes(join_parts(item, tensors))
+def _joined(component: str, composition: Composition, datas: Sequence[memoryview]) -> memoryview:
+    dtype = composition.dtype if component == WEIGHTS else STATE_DTYPE
+    shapes = [part.description.shape for part in composition.parts]
+    tensors = [_tensor(data, dtype, shape) for data, shape in zip(datas, shapes, strict=True)]
+    return tensor_bytes(join_parts(composition, tensors))
 
 
 def _tensor(data: memoryview, dtype: torch.dtype, shape: tuple[int, int]) -> torch.Tensor:
@@ -317,12 +330,14 @@ def _tensor(data: memoryview, dtype: torch.dtype, shape: tuple[int, int]) -> tor
 
 
 def _expect_same(
-    component: str, item: MergedKey, duplicate: Part, datas: Sequence[memoryview], data: memoryview
+    key: str, component: str, composition: Composition, rank: int, datas: Sequence[memoryview], data: memoryview
 ) -> None:
-    twin = next(index for index, part in enumerate(item.parts) if part.entry.shard == duplicate.entry.shard)
-    if datas[twin] != data or item.parts[twin].entry.step != duplicate.entry.step:
+    of_duplicate = composition.part_of(rank).description
+    twin = next(i for i, part in enumerate(composition.parts) if part.description.shard == of_duplicate.shard)
+    taken = composition.parts[twin]
+    if datas[twin] != data or taken.description.step != of_duplicate.step:
         what = "value" if component == WEIGHTS else component
         raise SaveError(
-            f"{item.key}: ranks {item.parts[twin].rank} and {duplicate.rank} export it with different {what}s; "
+            f"{key}: ranks {taken.rank} and {rank} export it with different {what}s; "
             "expected equal ones under strict_duplicates (without it the lowest rank's is taken)"
         )

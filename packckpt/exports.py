@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -23,6 +23,17 @@ def block_of(key: str) -> str:
     """
     match = _LAYER_BLOCK.match(key)
     return match.group(1) if match else GLOBAL_BLOCK
+
+
+def blocks_of(keys: Iterable[str]) -> Iterator[str]:
+    """Yield the layer block of each key; where keys of one block follow one another, it is looked for once."""
+    block, prefix = GLOBAL_BLOCK, f"{GLOBAL_BLOCK}."
+    for key in keys:
+        # A longer prefix of this kind would hold one more `.layers.`.
+        if not key.startswith(prefix) or key.find(".layers.", len(prefix) - 1) >= 0:
+            block = block_of(key)
+            prefix = f"{block}."
+        yield block
 
 
 @dataclass(frozen=True, slots=True)

@@ -89,4 +89,4 @@ def _summarize_block(checkpoint: Checkpoint, name: str, keys: list[str]) -> Bloc
 
 
 def _state_bytes(spec: TensorSpec) -> int:
-    return len(COMPONENTS) * TensorSpec(spec.name, STATE_DTYPE, spec.shape).bytes
+    return len(COMPONENTS) * TensorSpec(STATE_DTYPE, spec.shape).bytes

@@ -8,12 +8,13 @@ import re
 import stat
 import sys
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
 
 from packckpt.errors import CheckpointError, ExportError
+from packckpt.jsontext import COMPACT, INDENTED, Style
 from packckpt.optimizer import COMPONENTS, LARGEST_STEP, Hyperparameters
 from packckpt.tensorfile import new_digest
 
@@ -86,22 +87,29 @@ def config_bytes(config: Mapping[str, Any]) -> bytes:
 def manifest_bytes(
     base_model: str,
     optimizer: Hyperparameters | None,
-    parameters: Mapping[str, Sequence[str]],
+    parameters: Mapping[str, tuple[str, ...]],
     steps: Mapping[str, int],
     files: Mapping[str, str],
 ) -> tuple[bytes, str]:
     """Return the content of `checkpoint.json` and its digest."""
-    content: dict[str, Any] = {
+    values = {
         "format_version": FORMAT_VERSION,
         MODEL_KEY: base_model,
         "optimizer": None if optimizer is None else optimizer.as_dict(),
-        "parameters": {key: list(names) for key, names in parameters.items()},
+    }
+    tables: dict[str, Mapping[str, Hashable]] = {
+        "parameters": parameters,
         "steps": {key: float(step) for key, step in steps.items()},
         "files": dict(sorted(files.items())),
-        "digest": "",
     }
-    content["digest"] = _content_digest(content)
-    return (json.dumps(content, indent=2) + "\n").encode(), content["digest"]
+
+    def text(style: Style, digest: str) -> str:
+        texts = {name: style.value(value, 1) for name, value in values.items()}
+        texts.update((name, style.table(table, 1)) for name, table in tables.items())
+        return style.members({**texts, "digest": style.value(digest, 1)}, 0)
+
+    digest = _text_digest(text(COMPACT, ""))
+    return (text(INDENTED, digest) + "\n").encode(), digest
 
 
 def read_manifest(root: Path) -> Manifest:
@@ -208,8 +216,12 @@ def _portable(value: Any, name: str) -> Any:
 
 
 def _content_digest(content: Mapping[str, Any]) -> str:
+    return _text_digest(COMPACT.value({**content, "digest": ""}, 0))
+
+
+def _text_digest(text: str) -> str:
     digest = new_digest()
-    digest.update(json.dumps({**content, "digest": ""}, sort_keys=True, separators=(",", ":")).encode())
+    digest.update(text.encode())
     return digest.hexdigest()
 
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
+from packckpt.descriptions import Description, KeyGroup
 from packckpt.errors import ExportError, SaveError
-from packckpt.exports import Shard, block_of, named
-from packckpt.snapshot import Entry
+from packckpt.exports import Shard, blocks_of, named
 from packckpt.tensorfile import TensorSpec
 
 
@@ -18,21 +18,20 @@ class Part:
     """One rank's share of a key."""
 
     rank: int
-    entry: Entry
+    description: Description
 
 
-@dataclass(frozen=True, slots=True)
-class MergedKey:
-    """One tensor of the checkpoint and the parts it is made of, in shard order.
+@dataclass(frozen=True, slots=True, eq=False)
+class Composition:
+    """What a tensor of the checkpoint is made of; keys that every rank describes alike share one.
 
     Attributes:
-        key, dtype, shape: of the whole tensor.
+        dtype, shape: of the whole tensor.
         step: the step count that all parts agree on, or None where no optimizer is saved.
-        parts: one, or one for each shard.
-        duplicates: parts of the same key and shard on higher ranks, which are not taken.
+        parts: in shard order: one, or one for each shard.
+        duplicates: parts of the same shard on higher ranks, which are not taken.
     """
 
-    key: str
     dtype: torch.dtype
     shape: tuple[int, int]
     step: int | None
@@ -40,43 +39,60 @@ class MergedKey:
     duplicates: tuple[Part, ...]
 
     @property
-    def block(self) -> str:
-        """The layer block of the key."""
-        return block_of(self.key)
+    def only_rank(self) -> int | None:
+        """The rank that alone has the tensor, and all of it; None where there is no such rank."""
+        return self.parts[0].rank if len(self.parts) == 1 and not self.duplicates else None
+
+    def part_of(self, rank: int) -> Part:
+        """Return what a rank has of the tensor."""
+        return next(part for part in (*self.parts, *self.duplicates) if part.rank == rank)
 
     def spec(self, dtype: torch.dtype) -> TensorSpec:
-        """Return the tensor's place in a file, in the given dtype."""
-        return TensorSpec(self.key, dtype, self.shape)
+        """Return how the whole tensor stands in a file, in the given dtype."""
+        return TensorSpec(dtype, self.shape)
 
 
-def merge_entries(entries_by_rank: Sequence[Iterable[Entry]]) -> list[MergedKey]:
-    """Merge what the ranks export; returns the keys in string order.
+@dataclass(frozen=True, slots=True)
+class Merged:
+    """The tensors of a checkpoint.
 
-    Of exports with the same key and shard rank on several ranks, the lowest rank's is taken.
+    Attributes:
+        compositions: by key, in string order.
+        blocks: the keys of each layer block: blocks in string order, keys in string order.
+    """
+
+    compositions: Mapping[str, Composition]
+    blocks: Mapping[str, Sequence[str]]
+
+
+def merge_keys(groups_by_rank: Sequence[Iterable[KeyGroup]]) -> Merged:
+    """Merge what the ranks export.
+
+    Of exports with the same key and shard rank on several ranks, the lowest rank's is taken. What fits together is
+    decided once for all keys that every rank describes alike.
 
     Raises:
         SaveError: shards of a key do not fit together, or nothing is exported at all; names key and ranks.
     """
-    parts: dict[str, list[Part]] = {}
-    for rank, entries in enumerate(entries_by_rank):
-        for entry in entries:
-            parts.setdefault(entry.key, []).append(Part(rank, entry))
-    if not parts:
+    parts, number_of = _parts_by_key(groups_by_rank)
+    if not number_of:
         raise SaveError("no rank exports anything; there is nothing to save")
-    return [_merge_key(key, parts[key]) for key in sorted(parts)]
+    made: dict[int, Composition] = {}
+    compositions: dict[str, Composition] = {}
+    for key in sorted(number_of):
+        number = number_of[key]
+        if number not in made:
+            made[number] = _compose(key, parts[number])
+        compositions[key] = made[number]
+    blocks: dict[str, list[str]] = {}
+    for key, block in zip(compositions, blocks_of(compositions), strict=True):
+        blocks.setdefault(block, []).append(key)
+    return Merged(compositions, {block: blocks[block] for block in sorted(blocks)})
 
 
-def blocks_of(merged: Iterable[MergedKey]) -> dict[str, list[MergedKey]]:
-    """Group merged keys by block: blocks in string order, keys in string order."""
-    blocks: dict[str, list[MergedKey]] = {}
-    for item in merged:
-        blocks.setdefault(item.block, []).append(item)
-    return {name: blocks[name] for name in sorted(blocks)}
-
-
-def join_parts(item: MergedKey, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+def join_parts(composition: Composition, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """Join the parts of a key, given in shard order, each of its part's shape."""
-    shard = item.parts[0].entry.shard
+    shard = composition.parts[0].description.shard
     if shard is None or len(tensors) == 1:
         return tensors[0]
     local_sizes = shard.local_component_sizes
@@ -125,7 +141,24 @@ def _expect_shape(key: str, part: torch.Tensor, shape: tuple[int, int]) -> torch
     return part
 
 
-def _merge_key(key: str, parts: Sequence[Part]) -> MergedKey:
+def _parts_by_key(groups_by_rank: Sequence[Iterable[KeyGroup]]) -> tuple[list[tuple[Part, ...]], dict[str, int]]:
+    """Return the different things that keys are made of, in rank order, and for each key which of them it is."""
+    parts: list[tuple[Part, ...]] = [()]
+    number_of: dict[str, int] = {}
+    for rank, groups in enumerate(groups_by_rank):
+        for group in groups:
+            part = Part(rank, group.description)
+            grown: dict[int, int] = {}
+            for key in group.keys:
+                before = number_of.get(key, 0)
+                if before not in grown:
+                    grown[before] = len(parts)
+                    parts.append((*parts[before], part))
+                number_of[key] = grown[before]
+    return parts, number_of
+
+
+def _compose(key: str, parts: Sequence[Part]) -> Composition:
     taken, duplicates = _lowest_ranks(parts)
     first = taken[0]
     for part in [*taken, *duplicates]:
@@ -133,16 +166,17 @@ def _merge_key(key: str, parts: Sequence[Part]) -> MergedKey:
     _expect_shards(key, taken)
     for part in duplicates:
         twin = next(t for t in taken if _shard_rank(t) == _shard_rank(part))
-        if part.entry.shape != twin.entry.shape:
+        if part.description.shape != twin.description.shape:
             raise SaveError(
-                f"{key}: rank {part.rank} exports it with shape {list(part.entry.shape)}, rank {twin.rank} with "
-                f"{list(twin.entry.shape)}; expected one shape for one shard"
+                f"{key}: rank {part.rank} exports it with shape {list(part.description.shape)}, rank {twin.rank} with "
+                f"{list(twin.description.shape)}; expected one shape for one shard"
             )
-    steps = {part.entry.step for part in taken}
+    steps = {part.description.step for part in taken}
     if len(steps) > 1:
-        found = ", ".join(f"rank {part.rank}: {part.entry.step}" for part in taken)
+        found = ", ".join(f"rank {part.rank}: {part.description.step}" for part in taken)
         raise SaveError(f"{key}: its shards have different steps ({found}); expected one step for a key")
-    return MergedKey(key, first.entry.dtype, _whole_shape(taken), first.entry.step, tuple(taken), tuple(duplicates))
+    of_all = first.description
+    return Composition(of_all.dtype, _whole_shape(taken), of_all.step, tuple(taken), tuple(duplicates))
 
 
 def _lowest_ranks(parts: Sequence[Part]) -> tuple[list[Part], list[Part]]:
@@ -156,7 +190,7 @@ def _lowest_ranks(parts: Sequence[Part]) -> tuple[list[Part], list[Part]]:
 
 
 def _expect_shards(key: str, taken: Sequence[Part]) -> None:
-    shard = taken[0].entry.shard
+    shard = taken[0].description.shard
     expected = [0] if shard is None else list(range(shard.world_size))
     found = [_shard_rank(part) for part in taken]
     if found != expected:
@@ -166,9 +200,9 @@ def _expect_shards(key: str, taken: Sequence[Part]) -> None:
 
 def _expect_alike(key: str, first: Part, part: Part) -> None:
     for what, ours, theirs in (
-        ("shards", _layout(first.entry), _layout(part.entry)),
-        ("dtype", first.entry.dtype, part.entry.dtype),
-        ("size across the shard axis", _cross_extent(first.entry), _cross_extent(part.entry)),
+        ("shards", _layout(first.description), _layout(part.description)),
+        ("dtype", first.description.dtype, part.description.dtype),
+        ("size across the shard axis", _cross_extent(first.description), _cross_extent(part.description)),
     ):
         if ours != theirs:
             raise SaveError(
@@ -176,23 +210,24 @@ def _expect_alike(key: str, first: Part, part: Part) -> None:
             )
 
 
-def _layout(entry: Entry) -> tuple[object, ...] | None:
-    shard = entry.shard
+def _layout(description: Description) -> tuple[object, ...] | None:
+    shard = description.shard
     return None if shard is None else (shard.world_size, shard.dim, shard.component_sizes)
 
 
-def _cross_extent(entry: Entry) -> object:
-    return entry.shape if entry.shard is None else entry.shape[1 - entry.shard.dim]
+def _cross_extent(description: Description) -> object:
+    shard = description.shard
+    return description.shape if shard is None else description.shape[1 - shard.dim]
 
 
 def _shard_rank(part: Part) -> int:
-    return 0 if part.entry.shard is None else part.entry.shard.rank
+    return 0 if part.description.shard is None else part.description.shard.rank
 
 
 def _whole_shape(taken: Sequence[Part]) -> tuple[int, int]:
-    first = taken[0].entry
+    first = taken[0].description
     if first.shard is None:
         return first.shape
-    extent = sum(part.entry.shape[first.shard.dim] for part in taken)
+    extent = sum(part.description.shape[first.shard.dim] for part in taken)
     other = first.shape[1 - first.shard.dim]
     return (extent, other) if first.shard.dim == 0 else (other, extent)

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
+from itertools import groupby, pairwise
 from typing import Literal, get_args
 
 import torch
 
 from packckpt.dtypes import STATE_DTYPE
 from packckpt.errors import OptimizerError, PackckptError
-from packckpt.exports import Export, check_exports
+from packckpt.exports import Export, blocks_of, check_exports
 from packckpt.optimizer import COMPONENTS, AdamState, ParameterState, StateReader
 from packckpt.windows import DEFAULT_BUFFER_BYTES, WEIGHTS, FilePlan, plan_files
 
@@ -22,9 +22,9 @@ PATHS: tuple[PathName, ...] = get_args(PathName)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Unit:
-    """Exports of one parameter that are captured together.
+    """Exports of one parameter that follow one another, in one block.
 
-    A coalesced unit holds rows 0..E-1 in order; each other unit holds one export.
+    A coalesced unit holds rows 0..E-1 in order, whose state is captured together; others are captured one by one.
     """
 
     exports: tuple[Export, ...]
@@ -248,13 +248,16 @@ def _decide(
 
 def _check_rows_held(exports: Sequence[Export], positions: Sequence[int], state: ParameterState | None) -> None:
     """Refuse a state whose expert axis is too short for a row that is exported."""
-    last = max(positions, key=lambda position: exports[position].expert or 0)
+    parameter = exports[positions[0]].parameter
     for component in COMPONENTS if state is not None else ():
         value = state.component(component) if state is not None else None
-        if value is not None and value.shape[0] <= (exports[last].expert or 0):
+        if value is None or value.shape[0] >= parameter.shape[0]:
+            continue
+        last = max((exports[position] for position in positions), key=lambda export: export.expert or 0)
+        if value.shape[0] <= (last.expert or 0):
             raise OptimizerError(
-                f"{exports[last].key}: {component} has shape {list(value.shape)} and no row "
-                f"{exports[last].expert}; the parameter has shape {list(exports[last].parameter.shape)}"
+                f"{last.key}: {component} has shape {list(value.shape)} and no row {last.expert}; the parameter has "
+                f"shape {list(parameter.shape)}"
             )
 
 
@@ -302,28 +305,20 @@ def _neighbour_obstacle(exports: Sequence[Export], positions: Sequence[int]) -> 
 
 def _block_obstacle(exports: Sequence[Export], positions: Sequence[int]) -> str | None:
     # A block is written and let go before the next; a copy that serves two would have to be kept.
-    first = exports[positions[0]].block
-    for position in positions:
-        other = exports[position].block
-        if other != first:
-            return f"spans the blocks {first} and {other}"
-    return None
+    first, *others = blocks_of(exports[position].key for position in positions)
+    other = next((block for block in others if block != first), None)
+    return None if other is None else f"spans the blocks {first} and {other}"
 
 
 def _blocks(exports: Sequence[Export], decisions: Iterable[_Decision]) -> tuple[BlockPlan, ...]:
     """Group units by block; blocks in string order, units in export order."""
-    unit_at: list[Unit | None] = [None] * len(exports)
-    for decision in decisions:
-        if decision.coalesced:
-            run = tuple(exports[position] for position in decision.positions)
-            unit_at[decision.positions[0]] = Unit(run, decision.state, True)
-            continue
-        for position in decision.positions:
-            unit_at[position] = Unit((exports[position],), decision.state, False)
+    decision_of = {id(exports[decision.positions[0]].parameter): decision for decision in decisions}
+    placed = zip(exports, blocks_of(export.key for export in exports), strict=True)
     units: dict[str, list[Unit]] = {}
-    for unit in unit_at:
-        if unit is not None:
-            units.setdefault(unit.exports[0].block, []).append(unit)
+    for (parameter_id, block), run in groupby(placed, lambda pair: (id(pair[0].parameter), pair[1])):
+        decision = decision_of[parameter_id]
+        unit = Unit(tuple(export for export, _ in run), decision.state, decision.coalesced)
+        units.setdefault(block, []).append(unit)
     return tuple(BlockPlan(name, tuple(units[name])) for name in sorted(units))
 
 

@@ -15,20 +15,22 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from packckpt.commit import Commit, WholeFile, expect_free, owners_of_files
+from packckpt.descriptions import KeyGroup, group_keys
+from packckpt.dtypes import STATE_DTYPE
 from packckpt.errors import PackckptError, SaveError, warn_caller
 from packckpt.exports import Export, expect_data, named
 from packckpt.manifest import portable_config
-from packckpt.merge import MergedKey, blocks_of, merge_entries
+from packckpt.merge import Merged, merge_keys
 from packckpt.optimizer import AdamState, Hyperparameters
 from packckpt.plan import PATHS, PathName, TransferPlan, Unit, plan_transfers
 from packckpt.ranks import Message, Ranks, describe, open_ranks
 from packckpt.reservation import Reservation, reserve
-from packckpt.snapshot import BlockSnapshot, Entry, Snapshot, SnapshotReader, entries_of
+from packckpt.snapshot import BlockSnapshot, Snapshot, SnapshotReader
 from packckpt.staged import StagedSnapshot
 from packckpt.staging import Stager
 from packckpt.transfer import TransferLog, path_named, read_steps, synchronize
 from packckpt.turns import Turns
-from packckpt.windows import DEFAULT_BUFFER_BYTES, expect_rows_fit
+from packckpt.windows import DEFAULT_BUFFER_BYTES, WEIGHTS, expect_rows_fit
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -45,8 +47,8 @@ class _Local:
     config: dict[str, Any]
     plan: TransferPlan
     hyperparameters: Hyperparameters | None
-    steps: dict[str, int] | None
-    entries: list[Entry]
+    step_of: dict[int, int] | None
+    groups: list[KeyGroup]
 
     def message(self, number: int) -> Message:
         optimizer = None if self.hyperparameters is None else self.hyperparameters.as_dict()
@@ -55,7 +57,7 @@ class _Local:
             "destination": str(self.destination),
             "config": self.config,
             "optimizer": optimizer,
-            "entries": [entry.to_json() for entry in self.entries],
+            "exports": [group.to_json() for group in self.groups],
         }
 
 
@@ -64,7 +66,7 @@ class _Prepared:
     """A save that was prepared and waits to be finalized or aborted; it holds no tensor of the trainer.
 
     Attributes:
-        merged: the tensors of the checkpoint, on the coordinator; empty elsewhere.
+        merged: the tensors of the checkpoint, on the coordinator; None elsewhere.
         reservation: held by the coordinator once the destination is reserved.
     """
 
@@ -72,7 +74,7 @@ class _Prepared:
     destination: Path
     config: dict[str, Any]
     hyperparameters: Hyperparameters | None
-    merged: list[MergedKey]
+    merged: Merged | None
     snapshot: Snapshot
     reservation: Reservation | None = None
 
@@ -202,7 +204,7 @@ class CheckpointSaver:
         with ranks.interruption_last():
             log = TransferLog()
             local: list[_Local] = []
-            merged: list[MergedKey] = []
+            merged: Merged | None = None
 
             def look() -> Message:
                 found = self._look(destination, exports, state, config, log)
@@ -210,8 +212,9 @@ class CheckpointSaver:
                 return found.message(self._number + 1)
 
             def judge(messages: list[Message]) -> Message:
+                nonlocal merged
                 _expect_agreement(messages)
-                merged.extend(merge_entries([[Entry.from_json(fields) for fields in m["entries"]] for m in messages]))
+                merged = merge_keys([[KeyGroup.from_json(fields) for fields in m["exports"]] for m in messages])
                 return _file_plan(merged, has_state=messages[0]["optimizer"] is not None)
 
             verdict = ranks.settle("prepare", look, judge)
@@ -318,15 +321,14 @@ class CheckpointSaver:
         for unit in units:
             expect_data(unit.exports[0].key, unit.tensors)
         _warn_narrowed(plan)
-        ordered = [export for block in plan.blocks for export in block.exports]
         if self._path == "staged":
             expect_rows_fit(plan.files, plan.buffer_bytes)
         synchronize(_devices(units))
         hyperparameters = None if state is None else state.hyperparameters()
         self._warn_left_out(units, state)
-        steps = None if state is None else _steps(units, ordered, log)
-        entries = entries_of(ordered, None if steps is None else [steps[export.key] for export in ordered])
-        return _Local(where, portable, plan, hyperparameters, steps, entries)
+        step_of = None if state is None else _steps(units, log)
+        exported = (export for block in plan.blocks for export in block.exports)
+        return _Local(where, portable, plan, hyperparameters, step_of, group_keys(exported, step_of))
 
     def _warn_left_out(self, units: Sequence[Unit], state: AdamState | None) -> None:
         """Say once what the optimizer steps and no export names: a resume would go on from other values of it."""
@@ -351,7 +353,7 @@ class CheckpointSaver:
             wait = not self._async_write
             return staged, lambda: staged.write(plan.files, self._stager, log, wait=wait)
         blocks = BlockSnapshot(where, rank)
-        return blocks, lambda: blocks.write(plan, path_named(self._path), local.steps, log)
+        return blocks, lambda: blocks.write(plan, path_named(self._path), local.step_of, log)
 
     def _take(self, prepared: _Prepared, write: Callable[[], None], ranks: Ranks) -> None:
         """Reserve the destination and write the snapshot, or leave nothing behind."""
@@ -388,6 +390,7 @@ class CheckpointSaver:
         with prepared.snapshot.reader() as reader:
             if not ranks.is_coordinator:
                 return str(ranks.serve(reader)["digest"])
+            assert prepared.merged is not None
             commit = Commit(
                 prepared.destination,
                 prepared.config,
@@ -475,12 +478,10 @@ class CheckpointSaver:
 class _Fetcher:
     """Gets the bytes of tensors from whichever rank has them."""
 
-    def __init__(self, ranks: Ranks, own: SnapshotReader, merged: Sequence[MergedKey]) -> None:
+    def __init__(self, ranks: Ranks, own: SnapshotReader, merged: Merged) -> None:
         self._ranks = ranks
         self._own = own
-        self._entries = {
-            (part.rank, item.key): part.entry for item in merged for part in (*item.parts, *item.duplicates)
-        }
+        self._compositions = merged.compositions
 
     def __call__(self, rank: int, component: str, keys: Sequence[str]) -> list[memoryview]:
         if rank == 0:
@@ -488,9 +489,8 @@ class _Fetcher:
         data = self._ranks.fetch(rank, component, keys)
         parts, offset = [], 0
         for key in keys:
-            entry = self._entries[rank, key]
-            itemsize = entry.dtype.itemsize if component == "lora" else torch.float32.itemsize
-            size = entry.shape[0] * entry.shape[1] * itemsize
+            held = self._compositions[key].part_of(rank).description
+            size = held.size_bytes(held.dtype if component == WEIGHTS else STATE_DTYPE)
             parts.append(data[offset : offset + size])
             offset += size
         return parts
@@ -528,12 +528,10 @@ def _one_unit_each(plan: TransferPlan) -> list[Unit]:
     return list(first.values())
 
 
-def _steps(units: Sequence[Unit], exports: Iterable[Export], log: TransferLog) -> dict[str, int]:
-    """Return the step of every key; each parameter's is read once."""
+def _steps(units: Sequence[Unit], log: TransferLog) -> dict[int, int]:
+    """Return the step of every parameter, by its id; each is read once."""
     named_steps = [(unit.exports[0].key, unit.state.step if unit.state else None) for unit in units]
-    steps = read_steps(named_steps, log)
-    by_parameter = {id(unit.parameter): step for unit, step in zip(units, steps, strict=True)}
-    return {export.key: by_parameter[id(export.parameter)] for export in exports}
+    return dict(zip((id(unit.parameter) for unit in units), read_steps(named_steps, log), strict=True))
 
 
 def _warn_narrowed(plan: TransferPlan) -> None:
@@ -553,9 +551,9 @@ def _expect_agreement(messages: Sequence[Message]) -> None:
                 )
 
 
-def _file_plan(merged: Sequence[MergedKey], *, has_state: bool) -> Message:
+def _file_plan(merged: Merged, *, has_state: bool) -> Message:
     """Return what every rank needs to lay its files out as the checkpoint will have them."""
-    return {"blocks": list(blocks_of(merged)), "owners": owners_of_files(merged, has_state)}
+    return {"blocks": list(merged.blocks), "owners": owners_of_files(merged, has_state)}
 
 
 def _expect_one_end(messages: Sequence[Message]) -> None:

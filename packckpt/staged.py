@@ -9,13 +9,12 @@ from functools import partial
 from pathlib import Path
 
 from packckpt.disk import sync_path
-from packckpt.exports import block_of
 from packckpt.manifest import ADAPTER_FILE, OPTIMIZER_DIRECTORY, optimizer_file
 from packckpt.optimizer import COMPONENTS
 from packckpt.snapshot import Snapshot, SnapshotReader
 from packckpt.staging import Stager
 from packckpt.strands import MOST_THREADS, Strands
-from packckpt.tensorfile import TensorFileWriter, TensorSpec
+from packckpt.tensorfile import Header, TensorFileWriter, TensorSpec, header_of
 from packckpt.transfer import TransferLog
 from packckpt.windows import WEIGHTS, FilePlan
 
@@ -44,6 +43,7 @@ class StagedSnapshot(Snapshot):
         self._writers: list[TensorFileWriter] = []
         # One for each window: small beside the window, and gone when all are written.
         self._arrivals: list[Callable[[], None]] = []
+        self._last_header = "", Header(b"", 0)
 
     @property
     def whole_files(self) -> dict[str, str]:
@@ -84,7 +84,7 @@ class StagedSnapshot(Snapshot):
 
     def reader(self) -> SnapshotReader:
         """Open the snapshot for reading; use it as a context manager."""
-        return SnapshotReader(self.directory, lambda component, key: (self._file_name(component, block_of(key)), key))
+        return SnapshotReader(self.directory, lambda component, block, key: (self._file_name(component, block), key))
 
     def remove(self) -> None:
         """End the writing and remove the directory and its files."""
@@ -104,13 +104,7 @@ class StagedSnapshot(Snapshot):
         """Submit one window of a file after another; each step of the iterator is one."""
         assert self._strands is not None
         name = self._file_name(file.component, file.block or "")
-        specs = (TensorSpec(export.key, file.dtype_of(export), export.shape) for export, _ in file.exports)
-        writer = TensorFileWriter(
-            self.directory / name,
-            specs,
-            ascii_header=file.component == WEIGHTS,
-            digested=name in self._own_files,
-        )
+        writer = TensorFileWriter(self.directory / name, self._header_of(file), digested=name in self._own_files)
         self._writers.append(writer)
         for window in file.windows(stager.buffer_bytes):
             slot = stager.slot_for(window, log)
@@ -124,11 +118,30 @@ class StagedSnapshot(Snapshot):
             yield
         self._strands.submit(name, partial(self._finish_file, name, writer))
 
+    def _header_of(self, file: FilePlan) -> Header:
+        """Return the header of a file; the components of a block, which follow one another, share one."""
+        if file.block is None:
+            return header_of(_specs(file), ascii_header=True)
+        block, header = self._last_header
+        if block != file.block:
+            header = header_of(_specs(file))
+            self._last_header = file.block, header
+        return header
+
     def _finish_file(self, name: str, writer: TensorFileWriter) -> None:
         self._digests[name] = writer.finish()
 
     def _file_name(self, component: str, block: str) -> str:
         return ADAPTER_FILE if component == WEIGHTS else optimizer_file(component, self._block_numbers[block])
+
+
+def _specs(file: FilePlan) -> Iterator[tuple[str, TensorSpec]]:
+    """Yield key and spec of every tensor of a file; asking a parameter for its shape takes longer than all the rest."""
+    specs: dict[int, TensorSpec] = {}
+    for export, _ in file.exports:
+        if (spec := specs.get(id(export.parameter))) is None:
+            spec = specs[id(export.parameter)] = TensorSpec(file.dtype_of(export), export.shape)
+        yield export.key, spec
 
 
 def _submit_in_turn(weights: Iterator[None], others: Sequence[Iterator[None]]) -> None:

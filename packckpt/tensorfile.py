@@ -15,7 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from json.encoder import encode_basestring, encode_basestring_ascii
 from types import TracebackType
-from typing import IO
+from typing import IO, NamedTuple
 
 import torch
 
@@ -26,11 +26,9 @@ BATCH_BYTES = 1 << 20  # packed copies of small tensors that are written togethe
 _MOST_VECTORS = 1024  # of one vectored write, by POSIX's common limit
 
 
-@dataclass(frozen=True, slots=True)
-class TensorSpec:
-    """Name, dtype and shape of one tensor in a file."""
+class TensorSpec(NamedTuple):
+    """Dtype and shape of a tensor in a file; a tuple, whose hash costs little: it is looked up for every name."""
 
-    name: str
     dtype: torch.dtype
     shape: tuple[int, ...]
 
@@ -41,6 +39,19 @@ class TensorSpec:
         for extent in self.shape:
             size *= extent
         return size
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """How a file begins, and what has to follow: files that hold the same names and specs have the same.
+
+    Attributes:
+        content: the first bytes of the file, the header's length among them.
+        data_bytes: size of the data section.
+    """
+
+    content: bytes
+    data_bytes: int
 
 
 def new_digest() -> hashlib.blake2b:
@@ -66,8 +77,7 @@ class TensorFileWriter:
 
     Args:
         path: a file that does not exist yet.
-        specs: the tensors, in string order of their names.
-        ascii_header: escape what is not ASCII in the header.
+        header: says which tensors.
         durable: sync the file to disk when it is closed.
         digested: hash what is written; a private file needs no digest, and hashing costs more than writing.
 
@@ -77,19 +87,18 @@ class TensorFileWriter:
     def __init__(
         self,
         path: str | os.PathLike[str],
-        specs: Iterable[TensorSpec],
+        header: Header,
         *,
-        ascii_header: bool = False,
         durable: bool = False,
         digested: bool = True,
     ) -> None:
-        header, self._expected_bytes = _header(specs, ascii_header)
+        self._expected_bytes = header.data_bytes
         self._written_bytes = 0
         self._durable = durable
         self._digest = new_digest() if digested else None
         self._file: IO[bytes] = create_file(path, buffering=0)
         try:
-            self._put([memoryview(header)])
+            self._put([memoryview(header.content)])
         except BaseException:
             self._file.close()
             raise
@@ -163,30 +172,42 @@ def write_tensors(path: str | os.PathLike[str], tensors: Mapping[str, torch.Tens
 
     Memory: packed copies of 1 MiB of tensors, or of one that is larger.
     """
-    specs = [TensorSpec(name, tensors[name].dtype, tuple(tensors[name].shape)) for name in sorted(tensors)]
-    with TensorFileWriter(path, specs, digested=False) as writer:
+    ordered = [(name, tensors[name]) for name in sorted(tensors)]
+    header = header_of((name, TensorSpec(tensor.dtype, tuple(tensor.shape))) for name, tensor in ordered)
+    with TensorFileWriter(path, header, digested=False) as writer:
         batch: list[memoryview] = []
         batch_bytes = 0
-        for spec in specs:
-            batch.append(tensor_bytes(tensors[spec.name]))
-            batch_bytes += spec.bytes
-            if batch_bytes >= BATCH_BYTES or spec is specs[-1]:
+        for _, tensor in ordered:
+            batch.append(tensor_bytes(tensor))
+            batch_bytes += len(batch[-1])
+            if batch_bytes >= BATCH_BYTES:
                 writer.append(*batch)
                 batch, batch_bytes = [], 0
+        writer.append(*batch)
         writer.finish()
 
 
-def _header(specs: Iterable[TensorSpec], ascii_header: bool) -> tuple[bytes, int]:
+def header_of(tensors: Iterable[tuple[str, TensorSpec]], *, ascii_header: bool = False) -> Header:
+    """Return the header of a file.
+
+    Args:
+        tensors: name and spec of each, in string order of their names.
+        ascii_header: escape what is not ASCII.
+    """
     # As text, not by way of dictionaries: ten thousand of them start a full garbage collection in the middle of a save.
     quoted = encode_basestring_ascii if ascii_header else encode_basestring
+    known: dict[TensorSpec, tuple[str, int]] = {}
     entries: list[str] = []
     offset = 0
-    for spec in specs:
-        end = offset + spec.bytes
-        shape = ",".join(map(str, spec.shape))
-        dtype = NAME_OF_DTYPE[spec.dtype]
-        entries.append(f'{quoted(spec.name)}:{{"dtype":"{dtype}","shape":[{shape}],"data_offsets":[{offset},{end}]}}')
+    for name, spec in tensors:
+        if (found := known.get(spec)) is None:
+            shape = ",".join(map(str, spec.shape))
+            text = f':{{"dtype":"{NAME_OF_DTYPE[spec.dtype]}","shape":[{shape}],"data_offsets":['
+            found = known[spec] = text, spec.bytes
+        text, size_bytes = found
+        end = offset + size_bytes
+        entries.append(f"{quoted(name)}{text}{offset},{end}]}}")
         offset = end
     encoded = f"{{{','.join(entries)}}}".encode()
     encoded += b" " * (-len(encoded) % 8)
-    return len(encoded).to_bytes(8, "little") + encoded, offset
+    return Header(len(encoded).to_bytes(8, "little") + encoded, offset)

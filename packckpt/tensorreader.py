@@ -103,9 +103,9 @@ class TensorFileReader:
         return None
 
 
-def spec_of(name: str, entry: Entry) -> TensorSpec:
+def spec_of(entry: Entry) -> TensorSpec:
     """Return dtype and shape of a tensor, from what the header says of it."""
-    return TensorSpec(name, DTYPE_OF_NAME[entry[0]], entry[1])
+    return TensorSpec(DTYPE_OF_NAME[entry[0]], entry[1])
 
 
 def _identity(file: _File) -> tuple[int, int]:

@@ -11,6 +11,7 @@ import torch
 
 from packckpt.dtypes import STATE_DTYPE
 from packckpt.errors import OptimizerError
+from packckpt.exports import Export
 from packckpt.optimizer import COMPONENTS, ParameterState, step_number
 from packckpt.plan import BlockPlan, PathName, Unit
 
@@ -79,24 +80,17 @@ class SlicePath:
         captured: dict[str, torch.Tensor] = {}
         with torch.no_grad():
             for unit in block.units:
-                self._capture_weights(unit, captured, log)
-                if unit.state is not None:
-                    self._capture_state(unit, unit.state, captured, log)
+                self._capture_unit(unit, captured, log)
         return captured
 
-    def _capture_weights(self, unit: Unit, captured: dict[str, torch.Tensor], log: TransferLog) -> None:
+    def _capture_unit(self, unit: Unit, captured: dict[str, torch.Tensor], log: TransferLog) -> None:
         for export in unit.exports:
-            value = unit.parameter if export.expert is None else unit.parameter[export.expert]
-            captured[f"lora/{export.key}"] = _to_host(value.T, "weight", log)
-
-    def _capture_state(
-        self, unit: Unit, state: ParameterState, captured: dict[str, torch.Tensor], log: TransferLog
-    ) -> None:
-        for export in unit.exports:
-            for component in COMPONENTS:
+            _capture_weights(export, captured, log)
+            for component in COMPONENTS if unit.state is not None else ():
+                assert unit.state is not None
                 # Without a name, so that it is let go before the next is made.
                 captured[f"{component}/{export.key}"] = _to_host(
-                    _row(state, component, export.expert).T.to(STATE_DTYPE), "optimizer", log
+                    _row(unit.state, component, export.expert).T.to(STATE_DTYPE), "optimizer", log
                 )
 
 
@@ -110,14 +104,14 @@ class CoalescedPath(SlicePath):
     with gaps (torch packs it first).
     """
 
-    def _capture_state(
-        self, unit: Unit, state: ParameterState, captured: dict[str, torch.Tensor], log: TransferLog
-    ) -> None:
-        if not unit.coalesced:
-            super()._capture_state(unit, state, captured, log)
+    def _capture_unit(self, unit: Unit, captured: dict[str, torch.Tensor], log: TransferLog) -> None:
+        if not unit.coalesced or unit.state is None:
+            super()._capture_unit(unit, captured, log)
             return
+        for export in unit.exports:
+            _capture_weights(export, captured, log)
         for component in COMPONENTS:
-            host = _to_host(_whole(state, component).to(STATE_DTYPE), "optimizer", log)
+            host = _to_host(_whole(unit.state, component).to(STATE_DTYPE), "optimizer", log)
             for row, export in enumerate(unit.exports):
                 captured[f"{component}/{export.key}"] = host[row].T
 
@@ -175,6 +169,11 @@ def _check_one_element(key: str, value: torch.Tensor) -> None:
         raise OptimizerError(
             f"{key}: step is a tensor of shape {list(value.shape)} and dtype {value.dtype}; expected one real number"
         )
+
+
+def _capture_weights(export: Export, captured: dict[str, torch.Tensor], log: TransferLog) -> None:
+    value = export.parameter if export.expert is None else export.parameter[export.expert]
+    captured[f"lora/{export.key}"] = _to_host(value.T, "weight", log)
 
 
 def _row(state: ParameterState, component: str, expert: int | None) -> torch.Tensor:

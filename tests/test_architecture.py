@@ -23,26 +23,27 @@ ALLOWED: dict[str, set[str]] = {
     "dtypes": set(),
     "disk": set(),
     "turns": set(),
+    "jsontext": set(),
     "strands": set(),
     "ring": set(),
     "exports": {"dtypes", "errors"},
+    "descriptions": {"dtypes", "exports"},
     "optimizer": {"dtypes", "errors"},
     "progressions": set(),
     "windows": {"dtypes", "errors", "exports", "optimizer", "progressions"},
     "plan": {"dtypes", "errors", "exports", "optimizer", "windows"},
-    "transfer": {"dtypes", "errors", "optimizer", "plan"},
+    "transfer": {"dtypes", "errors", "exports", "optimizer", "plan"},
     "tensorfile": {"disk", "dtypes"},
     "tensorreader": {"dtypes", "tensorfile"},
     "filepass": {"tensorfile", "tensorreader"},
     "peaks": {"dtypes", "exports", "optimizer", "plan", "tensorfile"},
-    "manifest": {"errors", "optimizer", "tensorfile"},
+    "manifest": {"errors", "jsontext", "optimizer", "tensorfile"},
     "staging": {"ring", "tensorfile", "transfer", "windows"},
-    "snapshot": {"disk", "dtypes", "exports", "plan", "tensorfile", "tensorreader", "transfer"},
+    "snapshot": {"disk", "exports", "plan", "tensorfile", "tensorreader", "transfer"},
     "staged": {
-        "disk", "exports", "manifest", "optimizer", "snapshot", "staging", "strands", "tensorfile", "transfer",
-        "windows",
+        "disk", "manifest", "optimizer", "snapshot", "staging", "strands", "tensorfile", "transfer", "windows",
     },
-    "merge": {"errors", "exports", "snapshot", "tensorfile"},
+    "merge": {"descriptions", "errors", "exports", "tensorfile"},
     "contents": {"errors", "manifest", "optimizer", "tensorreader", "windows"},
     "verify": {"contents", "dtypes", "errors", "manifest", "strands", "tensorreader"},
     "commit": {
@@ -51,8 +52,8 @@ ALLOWED: dict[str, set[str]] = {
     "ranks": {"errors", "tensorfile"},
     "reservation": {"disk", "errors"},
     "saver": {
-        "commit", "errors", "exports", "manifest", "merge", "optimizer", "plan", "ranks", "reservation",
-        "snapshot", "staged", "staging", "transfer", "turns", "windows",
+        "commit", "descriptions", "dtypes", "errors", "exports", "manifest", "merge", "optimizer", "plan", "ranks",
+        "reservation", "snapshot", "staged", "staging", "transfer", "turns", "windows",
     },
     "checkpoint": {"contents", "errors", "optimizer", "tensorfile", "tensorreader", "verify", "windows"},
     "fillings": {"exports"},
@@ -149,7 +150,7 @@ class TestDirection:
             "staging": ["copy_", "copy_"],  # within the device, and within the host
             "tensorfile": ["numpy"],  # of host memory
             "ranks": ["numpy"],  # of host memory
-            "fillings": ["tolist", "tolist"],  # of numpy arrays
+            "fillings": ["tolist", "tolist", "tolist", "tolist"],  # of numpy arrays
             "placing": ["copy_", "to", "tolist", "tolist"],  # to rows, on the host or within the device
             "intake": ["to"],  # to the device
             "restore": ["item", "to"],  # a step, to the device

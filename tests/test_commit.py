@@ -12,8 +12,8 @@ import torch
 
 from packckpt import CheckpointSaver, Hyperparameters, SaveError, Shard, commit, load_checkpoint, verify_checkpoint
 from packckpt.commit import Commit
-from packckpt.merge import merge_entries
-from packckpt.snapshot import Entry
+from packckpt.descriptions import Description, KeyGroup
+from packckpt.merge import merge_keys
 from packckpt.tensorfile import tensor_bytes
 from tests.sharded import CONFIG, Site, build, names, tree
 
@@ -50,7 +50,7 @@ class _Fetch:
         return views
 
 
-def _three_ranks() -> tuple[Held, list[list[Entry]]]:
+def _three_ranks() -> tuple[Held, list[list[KeyGroup]]]:
     """Odd sizes and two dtypes, so that what follows in a window is not aligned."""
     held: Held = {
         (0, "a.layers.0.w"): _rank_tensors(100, (3, 1), torch.bfloat16),
@@ -61,17 +61,18 @@ def _three_ranks() -> tuple[Held, list[list[Entry]]]:
         (2, "a.layers.1.y"): _rank_tensors(400, (1, 1), torch.float16),
     }
     shards = {(0, "a.layers.0.w"): Shard(0, 2, 1), (1, "a.layers.0.w"): Shard(1, 2, 1)}
-    entries: list[list[Entry]] = [[], [], []]
+    groups: list[list[KeyGroup]] = [[], [], []]
     for (rank, key), tensors in held.items():
         shape = (tensors["lora"].shape[0], tensors["lora"].shape[1])
-        entries[rank].append(Entry(key, tensors["lora"].dtype, shape, shards.get((rank, key)), 7))
-    return held, entries
+        description = Description(tensors["lora"].dtype, shape, shards.get((rank, key)), 7)
+        groups[rank].append(KeyGroup(description, [key]))
+    return held, groups
 
 
 def _commit(destination: Path, *, strict: bool = False) -> tuple[str, _Fetch]:
-    held, entries = _three_ranks()
+    held, groups = _three_ranks()
     fetch = _Fetch(held)
-    made = Commit(destination, dict(CONFIG), OPTIMIZER, merge_entries(entries), False, strict)
+    made = Commit(destination, dict(CONFIG), OPTIMIZER, merge_keys(groups), False, strict)
     return made.write(fetch), fetch
 
 
@@ -119,7 +120,7 @@ def test_duplicates_are_asked_for_only_to_be_compared(tmp_path: Path) -> None:
 @pytest.mark.parametrize("call", [1, 2, 8, 15])
 @pytest.mark.parametrize("error", [OSError(5, "Input/output error"), KeyboardInterrupt(), RuntimeError("lost")])
 def test_a_fetch_that_fails_leaves_nothing(tmp_path: Path, call: int, error: BaseException) -> None:
-    held, entries = _three_ranks()
+    held, groups = _three_ranks()
     fetch = _Fetch(held)
 
     def failing(rank: int, component: str, keys: Sequence[str]) -> list[memoryview]:
@@ -130,7 +131,7 @@ def test_a_fetch_that_fails_leaves_nothing(tmp_path: Path, call: int, error: Bas
         return parts
 
     with pytest.raises(type(error)) as caught:
-        Commit(tmp_path / "step-1", dict(CONFIG), OPTIMIZER, merge_entries(entries), False, False).write(failing)
+        Commit(tmp_path / "step-1", dict(CONFIG), OPTIMIZER, merge_keys(groups), False, False).write(failing)
     assert caught.value is error
     assert names(tmp_path) == []
 

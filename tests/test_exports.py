@@ -8,10 +8,18 @@ from typing import Any
 import numpy
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
-from packckpt import CheckpointSaver, Export, ExportError, PackckptError, Shard, plan_transfers
-from packckpt.exports import GLOBAL_BLOCK, block_of, check_exports, named
+from packckpt import CheckpointSaver, Export, ExportError, PackckptError, Shard, exports, plan_transfers
+from packckpt.exports import GLOBAL_BLOCK, block_of, blocks_of, check_exports, named
 from tests.builders import arange
+
+# Blocks within blocks, numbers that begin alike, and what only looks like a block.
+BEGINNINGS = [
+    "a.layers.1", "a.layers.10", "a.layers.1.layers.2", "a.layers.1.b.layers.2", "a.layers.1.b.layers.x",
+    "a.layers.1\n", "a\n.layers.1", "a.layers.1.b\n.layers.2", "b", GLOBAL_BLOCK, f"{GLOBAL_BLOCK}.layers.1", "",
+]  # fmt: skip
 
 
 class TestBlockOf:
@@ -32,6 +40,18 @@ class TestBlockOf:
     )
     def test_is_the_longest_prefix_up_to_a_layer_number(self, key: str, block: str) -> None:
         assert block_of(key) == block
+
+    @given(keys=st.lists(st.builds(str.__add__, st.sampled_from(BEGINNINGS), st.sampled_from(["", ".w", ".3.w"]))))
+    def test_of_many_keys_is_that_of_each(self, keys: list[str]) -> None:
+        assert list(blocks_of(keys)) == [block_of(key) for key in keys]
+
+    def test_is_looked_for_once_where_keys_of_one_follow_one_another(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        looked: list[str] = []
+        monkeypatch.setattr(exports, "block_of", lambda key: looked.append(key) or block_of(key))
+        keys = [f"a.layers.{layer}.experts.{row}.w" for layer in (1, 10, 2) for row in range(5)]
+
+        assert list(blocks_of(keys)) == [f"a.layers.{layer}" for layer in (1, 10, 2) for _ in range(5)]
+        assert looked == keys[::5]
 
 
 class TestShard:

@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from packckpt import CheckpointError, ExportError, Hyperparameters
 from packckpt.manifest import config_bytes, file_digest, manifest_bytes, portable_config, read_json, read_manifest
@@ -387,7 +389,7 @@ class TestConfiguration:
 class TestManifestBytes:
     def test_values_and_digest(self) -> None:
         hyper = Hyperparameters(1.0, 0.5, 0.25, 0.125, 0.0)
-        content, digest = manifest_bytes("m", hyper, {"k": ["a", "b", "c"]}, {"k": 7}, {"z": "1", "a": "2"})
+        content, digest = manifest_bytes("m", hyper, {"k": ("a", "b", "c")}, {"k": 7}, {"z": "1", "a": "2"})
         loaded = json.loads(content)
 
         assert content.endswith(b"}\n")
@@ -401,6 +403,25 @@ class TestManifestBytes:
         assert set(loaded) == {
             "format_version", "base_model_name_or_path", "optimizer", "parameters", "steps", "files", "digest",
         }  # fmt: skip
+
+    @given(keys=st.lists(st.text(), unique=True), numbers=st.data())
+    def test_is_the_text_and_the_digest_of_the_whole(self, keys: list[str], numbers: st.DataObject) -> None:
+        steps = {key: numbers.draw(st.integers(0, 2**53)) for key in keys}
+        files = [("m-0", "a-0", "v-0"), ("m-1", "a-1", "v-1")]
+        parameters = {key: numbers.draw(st.sampled_from(files)) for key in keys}
+        content, digest = manifest_bytes("mö\n", None, parameters, steps, {"z": "1", "a": "2"})
+        whole: Json = {
+            "format_version": 1,
+            "base_model_name_or_path": "mö\n",
+            "optimizer": None,
+            "parameters": {key: list(names) for key, names in parameters.items()},
+            "steps": {key: float(step) for key, step in steps.items()},
+            "files": {"a": "2", "z": "1"},
+        }
+        whole["digest"] = digest_of(whole)
+
+        assert digest == whole["digest"]
+        assert content.decode() == json.dumps(whole, indent=2) + "\n"
 
     def test_without_an_optimizer(self) -> None:
         loaded = json.loads(manifest_bytes("m", None, {}, {}, {})[0])

@@ -3,44 +3,46 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 
 import pytest
 import torch
 
+from packckpt import merge
+from packckpt.descriptions import Description, KeyGroup
 from packckpt.errors import ExportError, SaveError
 from packckpt.exports import Shard
-from packckpt.merge import blocks_of, cut_shard, join_parts, merge_entries
-from packckpt.snapshot import Entry
+from packckpt.merge import Composition, Part, cut_shard, join_parts, merge_keys
 
 KEY = "base.layers.3.q.lora_A.weight"
 
 
-def _entry(
+def _group(
     shape: tuple[int, int] = (4, 2),
     shard: Shard | None = None,
     *,
     key: str = KEY,
     step: int | None = 7,
     dtype: torch.dtype = torch.float32,
-) -> Entry:
-    return Entry(key, dtype, shape, shard, step)
+) -> KeyGroup:
+    return KeyGroup(Description(dtype, shape, shard, step), [key])
 
 
 def test_keys_come_in_string_order_with_their_ranks() -> None:
-    first = [_entry(key="b"), _entry(key="a.10")]
-    second = [_entry(key="a.2"), _entry(key="b", step=8)]
-    merged = merge_entries([first, [], second])
-    assert [item.key for item in merged] == ["a.10", "a.2", "b"]
-    assert [[part.rank for part in item.parts] for item in merged] == [[0], [2], [0]]
-    assert [[part.rank for part in item.duplicates] for item in merged] == [[], [], [2]]
-    assert merged[2].step == 7
+    first = [_group(key="b"), _group(key="a.10")]
+    second = [_group(key="a.2"), _group(key="b", step=8)]
+    merged = merge_keys([first, [], second]).compositions
+    assert list(merged) == ["a.10", "a.2", "b"]
+    assert [[part.rank for part in made_of.parts] for made_of in merged.values()] == [[0], [2], [0]]
+    assert [[part.rank for part in made_of.duplicates] for made_of in merged.values()] == [[], [], [2]]
+    assert merged["b"].step == 7
 
 
 def test_the_lowest_rank_is_taken_for_each_shard() -> None:
     one, two = Shard(0, 2, 0), Shard(1, 2, 0)
-    (merged,) = merge_entries(
-        [[_entry((3, 2), two)], [_entry((1, 2), one)], [_entry((1, 2), one)], [_entry((3, 2), two)]]
-    )
+    (merged,) = merge_keys(
+        [[_group((3, 2), two)], [_group((1, 2), one)], [_group((1, 2), one)], [_group((3, 2), two)]]
+    ).compositions.values()
     assert [part.rank for part in merged.parts] == [1, 0]
     assert [part.rank for part in merged.duplicates] == [2, 3]
     assert merged.shape == (4, 2)
@@ -48,8 +50,8 @@ def test_the_lowest_rank_is_taken_for_each_shard() -> None:
 
 def test_blocks_are_ordered_as_strings() -> None:
     keys = ["a.layers.2.w", "a.layers.10.w", "head", "a.layers.2.b"]
-    blocks = blocks_of(merge_entries([[_entry(key=key) for key in keys]]))
-    assert {name: [item.key for item in items] for name, items in blocks.items()} == {
+    blocks = merge_keys([[_group(key=key) for key in keys]]).blocks
+    assert blocks == {
         "__global__": ["head"],
         "a.layers.10": ["a.layers.10.w"],
         "a.layers.2": ["a.layers.2.b", "a.layers.2.w"],
@@ -61,46 +63,81 @@ def test_blocks_are_ordered_as_strings() -> None:
     ("ranks", "text"),
     [
         ([[], []], "no rank exports anything"),
-        ([[_entry((2, 2), Shard(0, 2, 0))], []], r"found shards \[0\] of 2; no rank exports shard 1"),
+        ([[_group((2, 2), Shard(0, 2, 0))], []], r"found shards \[0\] of 2; no rank exports shard 1"),
         (
-            [[_entry((2, 2), Shard(0, 3, 0))], [_entry((2, 2), Shard(0, 3, 0))], [_entry((2, 2), Shard(2, 3, 0))]],
+            [[_group((2, 2), Shard(0, 3, 0))], [_group((2, 2), Shard(0, 3, 0))], [_group((2, 2), Shard(2, 3, 0))]],
             r"found shards \[0, 2\] of 3; no rank exports shard 1",
         ),
         (
-            [[_entry((2, 2), Shard(0, 2, 0))], [_entry((2, 2), Shard(1, 2, 0), step=8)]],
+            [[_group((2, 2), Shard(0, 2, 0))], [_group((2, 2), Shard(1, 2, 0), step=8)]],
             r"different steps \(rank 0: 7, rank 1: 8\)",
         ),
         (
-            [[_entry((2, 2), Shard(0, 2, 0))], [_entry((2, 2), Shard(1, 2, 0), dtype=torch.bfloat16)]],
+            [[_group((2, 2), Shard(0, 2, 0))], [_group((2, 2), Shard(1, 2, 0), dtype=torch.bfloat16)]],
             "ranks 0 and 1 export it with different dtype: torch.float32 and torch.bfloat16",
         ),
         (
-            [[_entry((2, 2), Shard(0, 2, 0))], [_entry((2, 3), Shard(1, 2, 0))]],
+            [[_group((2, 2), Shard(0, 2, 0))], [_group((2, 3), Shard(1, 2, 0))]],
             "ranks 0 and 1 export it with different size across the shard axis: 2 and 3",
         ),
         (
-            [[_entry((2, 2), Shard(0, 2, 0))], [_entry((2, 2), Shard(1, 2, 1))]],
+            [[_group((2, 2), Shard(0, 2, 0))], [_group((2, 2), Shard(1, 2, 1))]],
             "ranks 0 and 1 export it with different shards",
         ),
         (
-            [[_entry((2, 2), Shard(0, 2, 0))], [_entry((2, 2), Shard(1, 2, 0, (2, 2)))]],
+            [[_group((2, 2), Shard(0, 2, 0))], [_group((2, 2), Shard(1, 2, 0, (2, 2)))]],
             "ranks 0 and 1 export it with different shards",
         ),
-        ([[_entry()], [_entry((2, 2), Shard(1, 2, 0))]], "ranks 0 and 1 export it with different shards"),
-        ([[_entry((2, 2), Shard(0, 2, 0))], [_entry((2, 2), Shard(1, 3, 0))]], "different shards"),
-        ([[_entry()], [_entry((4, 3))]], "ranks 0 and 1 export it with different size"),
-        ([[_entry()], [_entry(dtype=torch.float64)]], "ranks 0 and 1 export it with different dtype"),
+        ([[_group()], [_group((2, 2), Shard(1, 2, 0))]], "ranks 0 and 1 export it with different shards"),
+        ([[_group((2, 2), Shard(0, 2, 0))], [_group((2, 2), Shard(1, 3, 0))]], "different shards"),
+        ([[_group()], [_group((4, 3))]], "ranks 0 and 1 export it with different size"),
+        ([[_group()], [_group(dtype=torch.float64)]], "ranks 0 and 1 export it with different dtype"),
         (
-            [[_entry((2, 2), Shard(0, 2, 0))], [_entry((2, 2), Shard(1, 2, 0))], [_entry((1, 2), Shard(1, 2, 0))]],
+            [[_group((2, 2), Shard(0, 2, 0))], [_group((2, 2), Shard(1, 2, 0))], [_group((1, 2), Shard(1, 2, 0))]],
             r"rank 2 exports it with shape \[1, 2\], rank 1 with \[2, 2\]; expected one shape for one shard",
         ),
     ],
 )
-def test_what_does_not_fit_is_refused(ranks: list[list[Entry]], text: str) -> None:
+def test_what_does_not_fit_is_refused(ranks: list[list[KeyGroup]], text: str) -> None:
     with pytest.raises(SaveError, match=text) as caught:
-        merge_entries(ranks)
+        merge_keys(ranks)
     if any(ranks):
         assert str(caught.value).startswith(f"{KEY}: ")
+
+
+def test_keys_that_every_rank_describes_alike_are_decided_on_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    decided: list[str] = []
+    compose = merge._compose
+
+    def recording(key: str, parts: Sequence[Part]) -> Composition:
+        decided.append(key)
+        return compose(key, parts)
+
+    monkeypatch.setattr(merge, "_compose", recording)
+    keys = [f"a.layers.{layer}.w.{row:02d}" for layer in (0, 1) for row in range(20)]
+    wide, narrow = Description(torch.float32, (4, 2), None, 7), Description(torch.float32, (4, 2), None, 8)
+    merged = merge_keys(
+        [[KeyGroup(wide, keys[:30])], [KeyGroup(wide, keys[10:20]), KeyGroup(narrow, [*keys[:5], *keys[25:]])]]
+    ).compositions
+    # Rank 0 and rank 1's other step; rank 0 alone; rank 0 and rank 1; rank 1 alone.
+    assert decided == [keys[0], keys[5], keys[10], keys[30]]
+    assert list(merged) == keys
+    assert merged[keys[0]] is merged[keys[4]] is merged[keys[25]]
+    assert [part.rank for part in merged[keys[25]].duplicates] == [1]
+    assert [(merged[key].only_rank, merged[key].step) for key in (keys[0], keys[5], keys[10], keys[30])] == [
+        (None, 7), (0, 7), (None, 7), (1, 8),
+    ]  # fmt: skip
+    assert merged[keys[0]].part_of(1).description is narrow
+    assert merged[keys[10]].part_of(1).description is wide
+
+
+def test_an_error_names_the_first_key_of_those_that_it_concerns() -> None:
+    groups = [
+        [KeyGroup(Description(torch.float32, (4, 2), None, 7), ["c", "a", "b"])],
+        [KeyGroup(Description(torch.bfloat16, (4, 2), None, 7), ["c", "b"])],
+    ]
+    with pytest.raises(SaveError, match=r"^b: ranks 0 and 1 export it with different dtype"):
+        merge_keys(groups)
 
 
 @pytest.mark.parametrize("dim", [0, 1])
@@ -115,7 +152,7 @@ def test_cutting_is_the_inverse_of_joining(dim: int, size: int, components: tupl
     parts = [cut_shard(KEY, whole, shard, shape) for shard in shards]
     # Shards arrive in any order of ranks.
     order = [*range(1, size), 0]
-    (merged,) = merge_entries([[_entry(shape, shards[rank])] for rank in order])
+    (merged,) = merge_keys([[_group(shape, shards[rank])] for rank in order]).compositions.values()
     assert torch.equal(join_parts(merged, parts), whole)
     assert merged.shape == tuple(whole.shape)
     if components is not None and size > 1:

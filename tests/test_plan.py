@@ -111,7 +111,8 @@ class TestLayouts:
         assert plan.optimizer_calls == 3 * exports
         assert plan.optimizer_bytes == plan_transfers(trainer.exports, trainer.state).optimizer_bytes
         assert not any(decision.coalesced for decision in plan.parameters)
-        assert not any(unit.coalesced or len(unit.exports) != 1 for block in plan.blocks for unit in block.units)
+        assert not any(unit.coalesced for block in plan.blocks for unit in block.units)
+        assert [export for block in plan.blocks for export in block.exports] == trainer.exports
 
     def test_without_an_optimizer_nothing_of_it_is_copied(self, name: str) -> None:
         trainer = LAYOUTS[name][0]()

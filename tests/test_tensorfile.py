@@ -7,7 +7,9 @@ import hashlib
 import json
 import os
 import stat
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,9 +17,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
+from packckpt import commit, staged
 from packckpt.dtypes import NAME_OF_DTYPE
-from packckpt.tensorfile import TensorFileWriter, TensorSpec, tensor_bytes, write_tensors
-from tests.builders import STRIDES, arange, assert_same_content, transposed
+from packckpt.tensorfile import Header, TensorFileWriter, TensorSpec, header_of, tensor_bytes, write_tensors
+from tests.builders import (
+    STRIDES,
+    Trainer,
+    arange,
+    assert_same_content,
+    expected_content,
+    read_content,
+    save,
+    transposed,
+)
 
 # Everything that encodes as UTF-8, but for NUL, which no export key holds.
 KEYS = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), min_size=1).filter(
@@ -27,14 +39,14 @@ SHAPES = st.lists(st.integers(0, 4), min_size=1, max_size=3)
 
 
 def write(path: Path, tensors: dict[str, torch.Tensor], *, ascii_header: bool = False) -> str:
-    specs = [TensorSpec(name, tensors[name].dtype, tuple(tensors[name].shape)) for name in sorted(tensors)]
-    with TensorFileWriter(path, specs, ascii_header=ascii_header) as writer:
-        for spec in specs:
-            writer.append(tensor_bytes(tensors[spec.name]))
+    specs = [(name, TensorSpec(tensors[name].dtype, tuple(tensors[name].shape))) for name in sorted(tensors)]
+    with TensorFileWriter(path, header_of(specs, ascii_header=ascii_header)) as writer:
+        for name, _ in specs:
+            writer.append(tensor_bytes(tensors[name]))
         return writer.finish()
 
 
-def header_of(path: Path) -> str:
+def header_in(path: Path) -> str:
     content = path.read_bytes()
     return content[8 : 8 + int.from_bytes(content[:8], "little")].decode()
 
@@ -98,7 +110,7 @@ class TestHeader:
         for length in range(1, 9):
             key = "é" * length
             write(tmp_path / str(length), {key: arange(3, 2, dtype=torch.bfloat16), "ü": arange(1)}, ascii_header=True)
-            header = header_of(tmp_path / str(length))
+            header = header_in(tmp_path / str(length))
 
             assert len(header) % 8 == 0
             assert header.isascii()
@@ -112,12 +124,33 @@ class TestHeader:
     def test_keys_come_in_string_order(self, tmp_path: Path) -> None:
         write(tmp_path / "f", {key: arange(1) for key in ("layers.2", "layers.10", "Z", "é", "a")}, ascii_header=True)
 
-        assert list(json.loads(header_of(tmp_path / "f"))) == ["Z", "a", "layers.10", "layers.2", "é"]
+        assert list(json.loads(header_in(tmp_path / "f"))) == ["Z", "a", "layers.10", "layers.2", "é"]
+
+    @pytest.mark.parametrize("path", ["staged", "coalesced"])
+    def test_is_made_once_for_the_components_of_a_block(
+        self, path: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Of a snapshot that is laid out as the checkpoint, and of a checkpoint that is merged."""
+        trainer = Trainer()
+        for layer in range(3):
+            trainer.packed("a", layer=layer, rows=3 + layer)
+        made: list[bool] = []
+
+        def recording(tensors: Iterable[tuple[str, TensorSpec]], *, ascii_header: bool = False) -> Header:
+            made.append(ascii_header)
+            return header_of(tensors, ascii_header=ascii_header)
+
+        monkeypatch.setattr(staged, "header_of", recording)
+        monkeypatch.setattr(commit, "header_of", recording)
+        save(tmp_path / "c", trainer, path)
+
+        assert sorted(made) == [False, False, False, True]
+        assert_same_content(read_content(tmp_path / "c"), expected_content(trainer))
 
 
 class TestWriter:
     def test_refuses_to_finish_before_all_is_written(self, tmp_path: Path) -> None:
-        with TensorFileWriter(tmp_path / "f", [TensorSpec("a", torch.float32, (3,))]) as writer:
+        with TensorFileWriter(tmp_path / "f", header_of([("a", TensorSpec(torch.float32, (3,)))])) as writer:
             writer.append(b"12345678")
             with pytest.raises(RuntimeError, match="f: 8 of 12 bytes were written"):
                 writer.finish()
@@ -126,7 +159,7 @@ class TestWriter:
         (tmp_path / "f").write_text("mine")
 
         with pytest.raises(FileExistsError):
-            TensorFileWriter(tmp_path / "f", [])
+            TensorFileWriter(tmp_path / "f", header_of([]))
         assert (tmp_path / "f").read_text() == "mine"
 
     def test_names_the_file_where_the_disk_is_full(self) -> None:
@@ -140,7 +173,7 @@ class TestWriter:
         assert writer._file.closed
 
     def test_undigested_gives_no_digest(self, tmp_path: Path) -> None:
-        with TensorFileWriter(tmp_path / "f", [], digested=False) as writer:
+        with TensorFileWriter(tmp_path / "f", header_of([]), digested=False) as writer:
             assert writer.finish() == ""
 
     def test_mode_follows_the_umask(self, tmp_path: Path) -> None:

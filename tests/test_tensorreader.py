@@ -82,7 +82,7 @@ def test_names_of_a_header_may_be_words_of_the_format(tmp_path: Path) -> None:
 
     assert set(reader.entries) == set(tensors)
     expect_same(reader, tensors, tensors)
-    assert spec_of("shape", reader.entries["shape"]).shape == (3,)
+    assert spec_of(reader.entries["shape"]).shape == (3,)
 
 
 @given(
