@@ -48,7 +48,10 @@ class _Other:
 
     def kill(self) -> None:
         self.process.kill()
-        self.process.communicate()
+        self.process.wait()
+        for pipe in (self.process.stdin, self.process.stdout):
+            if pipe is not None:
+                pipe.close()  # without waiting for its end: a forked child may hold it
 
 
 @pytest.fixture
@@ -238,7 +241,7 @@ if child == 0:
     os.write(1, b"forked\\n")
     signal.pause()
     os._exit(0)
-print(child, flush=True)
+os.write(1, f"{child}\\n".encode())  # at once, as the child does: the lines must not mix
 sys.stdin.readline()
 """
 
