@@ -24,6 +24,7 @@ ALLOWED: dict[str, set[str]] = {
     "disk": set(),
     "turns": set(),
     "strands": set(),
+    "once": set(),
     "ring": set(),
     "exports": {"dtypes", "errors"},
     "optimizer": {"dtypes", "errors"},
@@ -35,11 +36,12 @@ ALLOWED: dict[str, set[str]] = {
     "tensorreader": {"dtypes", "progressions", "tensorfile"},
     "peaks": {"dtypes", "exports", "optimizer", "plan", "tensorfile"},
     "manifest": {"errors", "optimizer", "tensorfile"},
-    "staging": {"ring", "tensorfile", "transfer", "windows"},
+    "gathering": {"transfer", "windows"},
+    "staging": {"gathering", "once", "ring", "tensorfile", "transfer", "windows"},
     "snapshot": {"disk", "dtypes", "exports", "plan", "tensorfile", "tensorreader", "transfer"},
     "staged": {
-        "disk", "exports", "manifest", "optimizer", "snapshot", "staging", "strands", "tensorfile", "transfer",
-        "windows",
+        "disk", "exports", "gathering", "manifest", "optimizer", "ring", "snapshot", "staging", "strands",
+        "tensorfile", "transfer", "windows",
     },
     "merge": {"errors", "exports", "snapshot", "tensorfile"},
     "verify": {"dtypes", "errors", "manifest", "strands", "tensorreader"},
@@ -136,7 +138,9 @@ class TestDirection:
 
         assert {name: calls for name, calls in found.items() if calls} == {
             "transfer": ["copy_", "copy_", "item", "numpy", "to", "to"],
+            "gathering": ["copy_"],  # within the host
             "staging": ["copy_", "copy_"],  # within the device, and within the host
+            "windows": ["tolist", "tolist", "tolist"],  # of numbers of a plan
             "tensorfile": ["numpy"],  # of host memory
             "ranks": ["numpy"],  # of host memory
             "placing": ["copy_", "copy_", "to"],  # to the device
