@@ -107,11 +107,12 @@ class TransferPlan:
     narrowed_keys: tuple[str, ...]
     buffer_bytes: int
 
-    @property
+    @cached_property
     def files(self) -> list[FilePlan]:
         """The exports laid out as the files of a checkpoint, which is how the staged path copies them."""
         return plan_files(
-            (export, unit.state) for block in self.blocks for unit in block.units for export in unit.exports
+            (block.name, [(export, unit.state) for unit in block.units for export in unit.exports])
+            for block in self.blocks
         )
 
     @cached_property

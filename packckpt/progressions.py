@@ -18,22 +18,19 @@ def paired_progressions(rows: Sequence[int], places: Sequence[int]) -> list[tupl
         places: one for each row, in any order; no slice goes down.
     """
     pairs: list[tuple[range, range]] = []
-    start = 0
-    while start < len(rows):
-        stop = start + 1
-        row_step, place_step = _step(rows, start), _step(places, start)
-        while stop < len(rows) and 0 < row_step == _step(rows, stop - 1) and 0 < place_step == _step(places, stop - 1):
-            stop += 1
-        last = stop - 1
-        pairs.append(
-            (
-                range(rows[start], rows[last] + 1, max(1, row_step)),
-                range(places[start], places[last] + 1, max(1, place_step)),
-            )
-        )
-        start = stop
+    start, count = 0, len(rows)
+    while start < count:
+        last, row_step, place_step = start, 1, 1
+        if start + 1 < count:
+            steps = rows[start + 1] - rows[start], places[start + 1] - places[start]
+            if min(steps) > 0:
+                last, (row_step, place_step) = start + 1, steps
+        while (
+            start < last < count - 1
+            and rows[last + 1] - rows[last] == row_step
+            and places[last + 1] - places[last] == place_step
+        ):
+            last += 1
+        pairs.append((range(rows[start], rows[last] + 1, row_step), range(places[start], places[last] + 1, place_step)))
+        start = last + 1
     return pairs
-
-
-def _step(numbers: Sequence[int], at: int) -> int:
-    return numbers[at + 1] - numbers[at] if at + 1 < len(numbers) else 1

@@ -9,10 +9,12 @@ from functools import partial
 from pathlib import Path
 
 from packckpt.disk import sync_path
+from packckpt.gathering import Sources
 from packckpt.manifest import ADAPTER_FILE, OPTIMIZER_DIRECTORY, optimizer_file
 from packckpt.optimizer import COMPONENTS
+from packckpt.ring import Slot
 from packckpt.snapshot import Snapshot, SnapshotReader
-from packckpt.staging import Stager
+from packckpt.staging import Arrival, Stager
 from packckpt.strands import MOST_THREADS, Strands
 from packckpt.tensorfile import Header, TensorFileWriter, TensorSpec, header_of
 from packckpt.transfer import TransferLog
@@ -41,6 +43,8 @@ class StagedSnapshot(Snapshot):
         self._digests: dict[str, str] = {}
         self._strands: Strands | None = None
         self._writers: list[TensorFileWriter] = []
+        # With one writer this thread gathers beside it; with one for each core it would take turns from them.
+        self._gathers_too = False
         # One for each window: small beside the window, and gone when all are written.
         self._arrivals: list[Callable[[], None]] = []
         self._last_header = "", Header(b"", 0)
@@ -63,14 +67,16 @@ class StagedSnapshot(Snapshot):
         os.mkdir(self.directory)
         if any(file.component != WEIGHTS for file in files):
             os.mkdir(self.directory / OPTIMIZER_DIRECTORY)
-        self._strands = Strands(1 if not wait else None)
+        self._strands = Strands(None if wait else 1)
+        self._gathers_too = not wait
         try:
             weights, *others = (self._write_file(file, stager, log) for file in files)
             _submit_in_turn(weights, others)
-            for arrive in self._arrivals:
-                arrive()
             if wait:
                 self._join()
+            else:
+                for arrive in self._arrivals:
+                    arrive()
         except BaseException:
             stager.drop_ring()
             raise
@@ -106,12 +112,12 @@ class StagedSnapshot(Snapshot):
         name = self._file_name(file.component, file.block or "")
         writer = TensorFileWriter(self.directory / name, self._header_of(file), digested=name in self._own_files)
         self._writers.append(writer)
+        sources = Sources(file)
         for window in file.windows(stager.buffer_bytes):
             slot = stager.slot_for(window, log)
             try:
-                parts, arrive = stager.capture(window, slot, log)
-                self._arrivals.append(arrive)
-                self._strands.submit(name, partial(_append, writer, parts, arrive), slot.release)
+                arrival = stager.capture(sources, window, slot, log)
+                self._submit_window(name, writer, arrival, slot)
             except BaseException:
                 slot.release()
                 raise
@@ -128,6 +134,15 @@ class StagedSnapshot(Snapshot):
             self._last_header = file.block, header
         return header
 
+    def _submit_window(self, strand: str, writer: TensorFileWriter, arrival: Arrival, slot: Slot) -> None:
+        assert self._strands is not None
+        self._arrivals.append(arrival.wait)
+        work = partial(_append, writer, arrival)
+        ahead = arrival.wait if arrival.on_host else None
+        self._strands.submit(strand, work, slot.release, sum(map(len, arrival.parts)), ahead)
+        if arrival.on_host and self._gathers_too:
+            arrival.wait()
+
     def _finish_file(self, name: str, writer: TensorFileWriter) -> None:
         self._digests[name] = writer.finish()
 
@@ -137,11 +152,9 @@ class StagedSnapshot(Snapshot):
 
 def _specs(file: FilePlan) -> Iterator[tuple[str, TensorSpec]]:
     """Yield key and spec of every tensor of a file; asking a parameter for its shape takes longer than all the rest."""
-    specs: dict[int, TensorSpec] = {}
-    for export, _ in file.exports:
-        if (spec := specs.get(id(export.parameter))) is None:
-            spec = specs[id(export.parameter)] = TensorSpec(file.dtype_of(export), export.shape)
-        yield export.key, spec
+    specs = [TensorSpec(file.dtype_of(p), (p.shape[-1], p.shape[-2])) for p in file.layout.parameters]
+    for export, number in zip(file.exports, file.layout.numbers.tolist(), strict=True):
+        yield export.key, specs[number]
 
 
 def _submit_in_turn(weights: Iterator[None], others: Sequence[Iterator[None]]) -> None:
@@ -161,6 +174,6 @@ def _submit_in_turn(weights: Iterator[None], others: Sequence[Iterator[None]]) -
             pass
 
 
-def _append(writer: TensorFileWriter, parts: Sequence[memoryview], arrive: Callable[[], None]) -> None:
-    arrive()
-    writer.append(*parts)
+def _append(writer: TensorFileWriter, arrival: Arrival) -> None:
+    arrival.wait()
+    writer.append(*arrival.parts)

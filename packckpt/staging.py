@@ -3,19 +3,37 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 
+from packckpt.gathering import HostGather, Sources
+from packckpt.once import Once
 from packckpt.ring import Ring, Slot
 from packckpt.tensorfile import host_bytes
-from packckpt.transfer import Kind, TransferLog, copy_in, gather_in
-from packckpt.windows import DEFAULT_BUFFER_BYTES, WEIGHTS, Copy, Piece, Run, Window
+from packckpt.transfer import Kind, TransferLog, copy_in
+from packckpt.windows import DEFAULT_BUFFER_BYTES, WEIGHTS, Copy, Run, Window
 
 _LOGGER = logging.getLogger("packckpt")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Arrival:
+    """A window on its way into its slot.
+
+    Attributes:
+        parts: its bytes in file order, once they are there.
+        wait: ends the copies, on any thread; the trainer may change what they read when it has returned.
+        on_host: whether that is work for the CPU alone, which some thread may do beforehand.
+    """
+
+    parts: list[memoryview]
+    wait: Once
+    on_host: bool
 
 
 class Stager:
@@ -55,47 +73,29 @@ class Stager:
         """
         self._ring = None
 
-    def capture(self, window: Window, slot: Slot, log: TransferLog) -> tuple[list[memoryview], Callable[[], None]]:
-        """Begin the copies of a window into its slot.
-
-        Returns:
-            the window's bytes in file order, and a function that waits until they are there.
-        """
-        waits = []
-        with torch.no_grad():
-            for copy in window.copies:
-                memory = slot.memory[copy.offset_bytes : copy.offset_bytes + copy.bytes]
-                waits.append(self._copy(copy, memory.view(copy.dtype), log))
-
-        def wait() -> None:
-            for each in waits:
-                each()
-
-        return self._parts(window, slot), wait
-
-    def _parts(self, window: Window, slot: Slot) -> list[memoryview]:
-        """Return the bytes of a window in file order."""
+    def capture(self, sources: Sources, window: Window, slot: Slot, log: TransferLog) -> Arrival:
+        """Begin the copies of a window of a file into its slot; what the CPU gathers waits for whoever has time."""
         memory = host_bytes(slot.memory)
-        # Each part is hashed by a call that needs the interpreter's lock before and after it: thousands of them keep
-        # threads waiting for one another.
-        if window.contiguous:
-            return [memory]
-        places: dict[int, memoryview] = {}
-        for copy in window.copies:
-            places.update(_places(copy, memory[copy.offset_bytes : copy.offset_bytes + copy.bytes]))
-        return [places.get(id(piece)) or self._zero_bytes(piece.bytes) for piece in window.pieces]
+        parts = [self._zero_bytes(size) if at is None else memory[at : at + size] for at, size in window.parts]
+        with torch.no_grad():
+            arrivals = [self._copy(sources, copy, slot, log) for copy in window.copies]
+        on_host = all(copy.device.type == "cpu" for copy in window.copies)
+        return Arrival(parts, Once(_in_turn(arrivals)), on_host)
 
-    def _copy(self, copy: Copy, host: torch.Tensor, log: TransferLog) -> Callable[[], None]:
-        kind = _kind(copy)
+    def _copy(self, sources: Sources, copy: Copy, slot: Slot, log: TransferLog) -> Callable[[], None]:
+        """Begin a copy; return what ends it, which any thread may call."""
+        kind: Kind = "weight" if sources.component == WEIGHTS else "optimizer"
+        host = slot.memory[copy.offset_bytes : copy.offset_bytes + copy.bytes].view(copy.dtype)
         if copy.device.type == "cpu":
             self._tell("parameters or optimizer state on the CPU are gathered by the CPU", log)
             for run in copy.runs:
-                gather_in(_placed(run, host), kind, log)
-            return lambda: None
+                # Counted here: the log belongs to this thread.
+                log.add_bytes(kind, run.numel * copy.dtype.itemsize)
+            return HostGather(copy.runs, sources, host)
         with self._stream_of(copy.device):
-            stage = self._stage(copy, log)
+            stage = self._stage(sources, copy, log)
             if stage is None:
-                _copy_rows(copy, host, kind, log)
+                _copy_rows(sources, copy, host, kind, log)
                 return lambda: None
             # Without blocking on CUDA alone, whose events say when the bytes are there.
             copy_in(host, stage, kind, log, non_blocking=host.is_pinned() and copy.device.type == "cuda")
@@ -103,7 +103,7 @@ class Stager:
             del stage
             return self._recorded(copy.device)
 
-    def _stage(self, copy: Copy, log: TransferLog) -> torch.Tensor | None:
+    def _stage(self, sources: Sources, copy: Copy, log: TransferLog) -> torch.Tensor | None:
         """Gather a copy's runs side by side on their device; None where it has no memory for that."""
         try:
             stage = torch.empty(copy.numel, dtype=copy.dtype, device=copy.device)
@@ -111,8 +111,10 @@ class Stager:
             self._tell(f"no memory on {copy.device} to gather in; rows are copied one by one", log)
             return None
         for run in copy.runs:
-            for destination, source in _placed(run, stage):
-                destination.copy_(source)  # transposed and converted by the one operation
+            exported = sources.exported(run.number)[:, run.start : run.stop]
+            for rows, places in run.segments:
+                # Transposed and converted by the one operation.
+                _placed(stage, run, places).copy_(exported[rows.start : rows.stop : rows.step])
         return stage
 
     def _stream_of(self, device: torch.device) -> AbstractContextManager[Any]:
@@ -169,47 +171,27 @@ def make_ring(size_bytes: int, device: torch.device) -> tuple[Ring, str | None]:
         return Ring(size_bytes, pinned=False), reason
 
 
-def _kind(copy: Copy) -> Kind:
-    return "weight" if copy.component == WEIGHTS else "optimizer"
+def _in_turn(steps: Sequence[Callable[[], None]]) -> Callable[[], None]:
+    def call() -> None:
+        for step in steps:
+            step()
+
+    return call
 
 
-def _places(copy: Copy, memory: memoryview) -> Iterator[tuple[int, memoryview]]:
-    for run in copy.runs:
-        for piece, place in zip(run.pieces, run.places, strict=True):
-            start = place * copy.dtype.itemsize
-            yield id(piece), memory[start : start + piece.bytes]
+def _placed(memory: torch.Tensor, run: Run, places: range) -> torch.Tensor:
+    """Return a view of a copy's memory, `[places, rows, in]`, where rows of a run belong."""
+    height = run.stop - run.start
+    span = memory[places[0] : places[-1] + height * run.columns]
+    return span.as_strided((len(places), height, run.columns), (places.step, run.columns, 1))
 
 
-def _placed(run: Run, memory: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Yield views of a copy's memory, and of the source in exported order, for what belongs there."""
-    if not run.packed:
-        yield from _placed_singly(run, memory)
-        return
-    rows_of_piece, columns = run.shape
-    for rows, places in run.segments:
-        span = memory[places[0] : places[-1] + rows_of_piece * columns]
-        destination = span.as_strided((len(places), rows_of_piece, columns), (places.step, columns, 1))
-        yield destination, run.source.detach()[rows.start : rows.stop : rows.step].transpose(1, 2)
-
-
-def _placed_singly(run: Run, memory: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Yield the same, piece by piece."""
-    rows, columns = run.shape
-    for piece, place in zip(run.pieces, run.places, strict=True):
-        yield memory[place : place + rows * columns].view(rows, columns), _single(piece)
-
-
-def _copy_rows(copy: Copy, host: torch.Tensor, kind: Kind, log: TransferLog) -> None:
+def _copy_rows(sources: Sources, copy: Copy, host: torch.Tensor, kind: Kind, log: TransferLog) -> None:
     """Copy piece by piece in the source's own strides: on the device only a row with gaps takes memory."""
     for run in copy.runs:
-        for destination, value in _placed_singly(run, host):
-            landed = torch.empty_like(value, device="cpu")
-            copy_in(landed, value, kind, log)
-            destination.copy_(landed)
-
-
-def _single(piece: Piece) -> torch.Tensor:
-    source = piece.source
-    assert source is not None
-    row = source if piece.export.expert is None else source[piece.export.expert]
-    return row.detach().T[piece.start : piece.stop]
+        exported = sources.exported(run.number)[:, run.start : run.stop]
+        for rows, places in run.segments:
+            for row, destination in zip(rows, _placed(host, run, places), strict=True):
+                landed = torch.empty_like(exported[row], device="cpu")
+                copy_in(landed, exported[row], kind, log)
+                destination.copy_(landed)

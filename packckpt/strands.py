@@ -11,16 +11,18 @@ import threading
 from collections import deque
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
+from functools import partial
 
 MOST_THREADS = 8
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class _Job:
     strand: Hashable
     work: Callable[[], None]
     release: Callable[[], None]
     size_bytes: int
+    ahead: Callable[[], None] | None
 
 
 class Strands:
@@ -52,8 +54,17 @@ class Strands:
         work: Callable[[], None],
         release: Callable[[], None] = lambda: None,
         size_bytes: int = 0,
+        ahead: Callable[[], None] | None = None,
     ) -> None:
         """Queue a job; `release` is called when it is over, also where it failed or was dropped.
+
+        Args:
+            strand: whose job it is.
+            work: the job.
+            release: lets go of what it holds.
+            size_bytes: what counts towards `most_bytes`.
+            ahead: a part of the work that may be done before its turn, by a thread that finds every strand busy.
+                The work begins with it too, and has to wait where it has begun already.
 
         Raises:
             BaseException: what an earlier job raised; the new one is dropped.
@@ -66,7 +77,7 @@ class Strands:
                 )
             if self._error is None:
                 self._pending_bytes += size_bytes
-                self._waiting.append(_Job(strand, work, release, size_bytes))
+                self._waiting.append(_Job(strand, work, release, size_bytes, ahead))
                 self._changed.notify_all()
                 return
         release()
@@ -92,32 +103,57 @@ class Strands:
             thread.join()
 
     def _run(self) -> None:
-        while (job := self._next()) is not None:
-            try:
-                if self._error is None:
-                    job.work()
-            except BaseException as error:
-                with self._changed:
-                    self._error = self._error or error
-            finally:
-                job.release()
-                with self._changed:
-                    self._pending_bytes -= job.size_bytes
-                    del self._busy[job.strand]
-                    self._changed.notify_all()
-                del job  # a thread that waits for the next must not keep what the last one wrote
+        while (step := self._next()) is not None:
+            step()
+            del step  # a thread that waits for the next must not keep what the last one wrote
 
-    def _next(self) -> _Job | None:
+    def _next(self) -> Callable[[], None] | None:
+        """Wait for a job whose strand is free, or for what can be done ahead of one; None when all are taken."""
         with self._changed:
             while True:
+                if (job := self._free_job()) is not None:
+                    self._waiting.remove(job)
+                    self._busy[job.strand] = job
+                    return partial(self._finish_job, job)
                 for job in self._waiting:
-                    if job.strand not in self._busy:
-                        self._waiting.remove(job)
-                        self._busy[job.strand] = job
-                        return job
+                    if job.ahead is not None:
+                        ahead, job.ahead = job.ahead, None
+                        return partial(self._attempt, ahead)
                 if self._closing and not self._waiting:
                     return None
                 self._changed.wait()
+
+    def _free_job(self) -> _Job | None:
+        """Return the first job of a strand that is free: the oldest, and when no more come, of the longest one."""
+        first: dict[Hashable, _Job] = {}
+        left_bytes: dict[Hashable, int] = {}
+        for job in self._waiting:
+            if job.strand not in self._busy:
+                first.setdefault(job.strand, job)
+                if not self._closing:
+                    return job
+                left_bytes[job.strand] = left_bytes.get(job.strand, 0) + job.size_bytes
+        # A strand that is left to the end would keep one thread busy while the others have nothing to do.
+        return first[max(left_bytes, key=left_bytes.__getitem__)] if first else None
+
+    def _finish_job(self, job: _Job) -> None:
+        try:
+            self._attempt(job.work)
+        finally:
+            job.release()
+            with self._changed:
+                self._pending_bytes -= job.size_bytes
+                del self._busy[job.strand]
+                self._changed.notify_all()
+
+    def _attempt(self, work: Callable[[], None]) -> None:
+        if self._error is not None:
+            return
+        try:
+            work()
+        except BaseException as error:
+            with self._changed:
+                self._error = self._error or error
 
 
 def usable_cores() -> int:

@@ -208,16 +208,6 @@ def copy_in(
         log.add(kind, host)
 
 
-def gather_in(placed: Iterable[tuple[torch.Tensor, torch.Tensor]], kind: Kind, log: TransferLog) -> None:
-    """Bring parts of a tensor that is on the host already to their places there, and log them as one."""
-    moved_bytes = 0
-    for host, source in placed:
-        reorder(host, source)
-        moved_bytes += host.numel() * host.element_size()
-    if moved_bytes:
-        log.add_bytes(kind, moved_bytes)
-
-
 def reorder(destination: torch.Tensor, source: torch.Tensor) -> None:
     """Copy one host tensor to another of its shape, of any strides, on the calling thread alone.
 

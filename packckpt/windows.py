@@ -1,10 +1,17 @@
-"""How the staged path cuts a save: files in key order, windows that fit a buffer, one copy for each of them."""
+"""How the staged path cuts a save: files in key order, windows that fit a buffer, one copy for each of them.
+
+It is planned by column: numbers of a whole file are arrays, and an object stands for many exports.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import chain, pairwise
+from operator import itemgetter
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from packckpt.dtypes import STATE_DTYPE
@@ -15,102 +22,64 @@ from packckpt.progressions import paired_progressions
 
 WEIGHTS = "lora"
 DEFAULT_BUFFER_BYTES = 64 << 20
+# What the CPU gathers needs no large copies, and small windows keep every thread busy up to the end. Still smaller
+# ones cost more turns with the interpreter than they give.
+CPU_WINDOW_BYTES = 16 << 20
+
+Numbers = np.ndarray[Any, np.dtype[np.int64]]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Piece:
-    """Rows `start` to `stop` of one exported tensor, as they stand in the file.
+class Landing(NamedTuple):
+    """Where a tensor of a file comes from, and the dtype in which it stands there; no device means zeros."""
 
-    Attributes:
-        export: whose tensor it is.
-        source: the tensor that it is cut from (parameter, master or moment), or None for zeros.
-        start, stop: rows of the exported `(out, in)` tensor; all of them unless it is larger than a buffer.
-        columns: elements in one row of it.
-        dtype: as written.
-        complete: whether it is the whole exported tensor.
-        bytes: its size in the file.
-    """
-
-    export: Export
-    source: torch.Tensor | None
-    start: int
-    stop: int
-    columns: int
+    device: torch.device | None
     dtype: torch.dtype
-    complete: bool
-    bytes: int
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Run:
-    """Pieces of one source that are gathered by few operations.
-
-    Either complete rows of a packed tensor, ascending, or a single piece.
+    """Rows of one tensor, of each of which the same part is exported, gathered by few operations.
 
     Attributes:
-        pieces: of one shape.
-        places: where each of them begins in the copy's memory, in elements.
+        number: of the tensor in its layout.
+        segments: rows of the tensor `[experts, in, out]`, and where they begin in the copy's memory, in elements.
+        start, stop: rows of each exported `(out, in)` tensor; all of them unless it is larger than a window.
+        columns: elements in one row of it.
     """
 
-    pieces: tuple[Piece, ...]
-    places: tuple[int, ...]
-
-    @property
-    def source(self) -> torch.Tensor:
-        """The tensor that all pieces are cut from."""
-        source = self.pieces[0].source
-        assert source is not None
-        return source
-
-    @property
-    def packed(self) -> bool:
-        """Whether the pieces are complete rows of a packed tensor."""
-        return self.pieces[0].export.expert is not None and self.pieces[0].complete
-
-    @property
-    def segments(self) -> list[tuple[range, range]]:
-        """Rows of a packed run, and their places, as slices."""
-        return paired_progressions([piece.export.expert or 0 for piece in self.pieces], self.places)
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """Shape of each piece, as it stands in the file."""
-        first = self.pieces[0]
-        return first.stop - first.start, first.columns
+    number: int
+    segments: tuple[tuple[range, range], ...]
+    start: int
+    stop: int
+    columns: int
 
     @property
     def numel(self) -> int:
-        """Number of elements of all pieces."""
-        rows, columns = self.shape
-        return len(self.pieces) * rows * columns
+        """Number of elements of all its rows."""
+        return sum(len(rows) for rows, _ in self.segments) * (self.stop - self.start) * self.columns
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Copy:
-    """One transfer to the host: pieces of one device and dtype, side by side in file order.
+    """One transfer to the host: tensors of one device and dtype, side by side in file order.
 
     Attributes:
         device, dtype: of what arrives.
         runs: what is gathered for it.
-        offset_bytes: where in the window's buffer it lands.
-        component: of the file that it is for.
+        offset_bytes: where in the window's memory it lands.
+        numel: number of elements.
     """
 
     device: torch.device
     dtype: torch.dtype
     runs: tuple[Run, ...]
     offset_bytes: int
-    component: str
+    numel: int
 
     @property
     def calls(self) -> int:
         """How often bytes are moved for it: once, and on the CPU, where nothing crosses, once for each run."""
         return len(self.runs) if self.device.type == "cpu" else 1
-
-    @property
-    def numel(self) -> int:
-        """Number of elements."""
-        return sum(run.numel for run in self.runs)
 
     @property
     def bytes(self) -> int:
@@ -123,22 +92,45 @@ class Window:
     """Consecutive bytes of one file, at most a buffer of them, and the copies that bring them.
 
     Attributes:
-        pieces: in file order.
         copies: what is transferred; zeros are not.
+        parts: its bytes in file order: where they begin in the window's memory (None for zeros), and how many.
     """
 
-    pieces: tuple[Piece, ...]
     copies: tuple[Copy, ...]
+    parts: tuple[tuple[int | None, int], ...]
 
     @property
     def bytes(self) -> int:
         """Bytes of the ring that the window takes."""
         return sum(copy.bytes for copy in self.copies)
 
-    @property
-    def contiguous(self) -> bool:
-        """Whether what lands in the buffer is what the file holds, byte for byte."""
-        return len(self.copies) == 1 and self.bytes == sum(piece.bytes for piece in self.pieces)
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Layout:
+    """Exports in string order of their keys, which one file or several hold.
+
+    Memory: two numbers and a pointer for each export, and its windows, once they were asked for.
+
+    Attributes:
+        exports: in that order.
+        numbers: of each export's parameter, among `parameters`.
+        rows: of each export in its parameter; 0 where it is the whole.
+        parameters, states: what the exports are cut from, and what the optimizer holds for it.
+    """
+
+    exports: tuple[Export, ...]
+    numbers: Numbers
+    rows: Numbers
+    parameters: tuple[torch.Tensor, ...]
+    states: tuple[ParameterState | None, ...]
+    _cut: dict[tuple[int, tuple[Landing, ...]], tuple[Window, ...]] = field(default_factory=dict)
+
+    def windows(self, landings: tuple[Landing, ...], buffer_bytes: int) -> tuple[Window, ...]:
+        """Cut a file whose tensors land like this; files that are alike share their windows."""
+        found = self._cut.get((buffer_bytes, landings))
+        if found is None:
+            found = self._cut[buffer_bytes, landings] = tuple(_windows(self, landings, buffer_bytes))
+        return found
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -148,50 +140,42 @@ class FilePlan:
     Attributes:
         component: "lora", "master", "exp_avg" or "exp_avg_sq".
         block: the layer block, or None for the weights of all of them.
-        exports: in string order of their keys, with the state of their parameters.
+        layout: its exports, in the order of the file.
     """
 
     component: str
     block: str | None
-    exports: tuple[tuple[Export, ParameterState | None], ...]
+    layout: Layout
 
-    def dtype_of(self, export: Export) -> torch.dtype:
-        """Return the dtype in which an export stands in this file."""
-        return export.parameter.dtype if self.component == WEIGHTS else STATE_DTYPE
+    @property
+    def exports(self) -> tuple[Export, ...]:
+        """Its exports, in string order of their keys."""
+        return self.layout.exports
 
-    def windows(self, buffer_bytes: int) -> Iterator[Window]:
-        """Cut the file into windows of at most `buffer_bytes`, which holds one row at least (`expect_rows_fit`)."""
-        pieces: list[Piece] = []
-        size = 0
-        for piece in self._pieces(buffer_bytes):
-            if pieces and size + piece.bytes > buffer_bytes:
-                yield self._window(pieces)
-                pieces, size = [], 0
-            pieces.append(piece)
-            size += piece.bytes
-        if pieces:
-            yield self._window(pieces)
+    def dtype_of(self, parameter: torch.Tensor) -> torch.dtype:
+        """Return the dtype in which exports of a parameter stand in this file."""
+        return parameter.dtype if self.component == WEIGHTS else STATE_DTYPE
 
-    def _window(self, pieces: Sequence[Piece]) -> Window:
-        return Window(tuple(pieces), _copies(pieces, self.component))
-
-    def _pieces(self, buffer_bytes: int) -> Iterator[Piece]:
-        for export, state in self.exports:
-            source = self._source(export, state)
-            dtype = self.dtype_of(export)
-            rows, columns = export.shape
-            row_bytes = columns * dtype.itemsize
-            step = rows if rows * row_bytes <= buffer_bytes else max(1, buffer_bytes // row_bytes)
-            for start in range(0, rows, step) if step else (0,):
-                stop = min(start + step, rows)
-                complete = stop - start == rows
-                yield Piece(export, source, start, stop, columns, dtype, complete, (stop - start) * row_bytes)
-
-    def _source(self, export: Export, state: ParameterState | None) -> torch.Tensor | None:
+    def source(self, number: int) -> torch.Tensor | None:
+        """Return the tensor that exports of a parameter are cut from here, or None for zeros."""
         if self.component == WEIGHTS:
-            return export.parameter
+            return self.layout.parameters[number]
+        state = self.layout.states[number]
         assert state is not None
         return state.component(self.component)
+
+    def windows(self, buffer_bytes: int) -> Sequence[Window]:
+        """Cut the file into windows of at most `buffer_bytes`, which holds one row at least (`expect_rows_fit`).
+
+        Where all of it is on the CPU they hold at most `CPU_WINDOW_BYTES`, or one row.
+        """
+        landings = tuple(map(self._landing, range(len(self.layout.parameters))))
+        crosses = any(landing.device is not None and landing.device.type != "cpu" for landing in landings)
+        return self.layout.windows(landings, buffer_bytes if crosses else min(buffer_bytes, CPU_WINDOW_BYTES))
+
+    def _landing(self, number: int) -> Landing:
+        source = self.source(number)
+        return Landing(None if source is None else source.device, self.dtype_of(self.layout.parameters[number]))
 
 
 def expect_rows_fit(files: Iterable[FilePlan], buffer_bytes: int) -> None:
@@ -200,62 +184,153 @@ def expect_rows_fit(files: Iterable[FilePlan], buffer_bytes: int) -> None:
     Raises:
         ExportError: names the key and the sizes.
     """
-    fitting: set[tuple[int, torch.dtype]] = set()
     for file in files:
-        for export, _ in file.exports:
-            dtype = file.dtype_of(export)
-            if (id(export.parameter), dtype) in fitting:
-                continue
-            row_bytes = export.shape[1] * dtype.itemsize
-            if row_bytes > buffer_bytes:
-                raise ExportError(
-                    f"{export.key}: one row of the exported tensor takes {row_bytes} bytes, a buffer holds "
-                    f"{buffer_bytes}; raise buffer_bytes"
-                )
-            fitting.add((id(export.parameter), dtype))
+        layout = file.layout
+        sizes = [p.shape[-2] * file.dtype_of(p).itemsize for p in layout.parameters]
+        if max(sizes, default=0) <= buffer_bytes:
+            continue
+        position = int(np.argmax(np.array(sizes)[layout.numbers] > buffer_bytes))
+        raise ExportError(
+            f"{layout.exports[position].key}: one row of the exported tensor takes "
+            f"{sizes[layout.numbers[position]]} bytes, a buffer holds {buffer_bytes}; raise buffer_bytes"
+        )
 
 
-def plan_files(exports: Iterable[tuple[Export, ParameterState | None]]) -> list[FilePlan]:
-    """Lay exports out as the files of a checkpoint: the weights, then the three components of each block."""
-    ordered = sorted(exports, key=lambda pair: pair[0].key)
-    weights = FilePlan(WEIGHTS, None, tuple(ordered))
-    by_block: dict[str, list[tuple[Export, ParameterState | None]]] = {}
-    for export, state in ordered:
-        if state is not None:
-            by_block.setdefault(export.block, []).append((export, state))
-    files = [FilePlan(c, block, tuple(by_block[block])) for block in sorted(by_block) for c in COMPONENTS]
-    return [weights, *files]
+def plan_files(blocks: Iterable[tuple[str, Iterable[tuple[Export, ParameterState | None]]]]) -> list[FilePlan]:
+    """Lay exports out as the files of a checkpoint: the weights, then the three components of each block.
+
+    Args:
+        blocks: name of each layer block, and its exports with the state of their parameters, in any order.
+    """
+    ordered = {name: sorted(pairs, key=_key) for name, pairs in sorted(blocks, key=itemgetter(0))}
+    # Most blocks follow one another in the file of all weights too: what is sorted already is soon sorted again.
+    weights = FilePlan(WEIGHTS, None, _layout(sorted(chain.from_iterable(ordered.values()), key=_key)))
+    files = [weights]
+    for name, pairs in ordered.items():
+        if stepped := [pair for pair in pairs if pair[1] is not None]:
+            layout = _layout(stepped)
+            files += [FilePlan(component, name, layout) for component in COMPONENTS]
+    return files
 
 
-def _copies(pieces: Sequence[Piece], component: str) -> tuple[Copy, ...]:
-    """Group pieces into one copy for each device and dtype."""
-    groups: dict[tuple[torch.device, torch.dtype], list[Piece]] = {}
-    for piece in pieces:
-        if piece.source is not None and piece.bytes:
-            groups.setdefault((piece.source.device, piece.dtype), []).append(piece)
+def _key(pair: tuple[Export, ParameterState | None]) -> str:
+    return pair[0].key
+
+
+def _layout(pairs: Sequence[tuple[Export, ParameterState | None]]) -> Layout:
+    exports = tuple([export for export, _ in pairs])
+    of_parameter = {id(pair[0].parameter): pair for pair in pairs}
+    number_of = {identity: number for number, identity in enumerate(of_parameter)}
+    return Layout(
+        exports,
+        np.array([number_of[id(export.parameter)] for export in exports], np.int64),
+        np.array([export.expert or 0 for export in exports], np.int64),
+        tuple(export.parameter for export, _ in of_parameter.values()),
+        tuple(state for _, state in of_parameter.values()),
+    )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Pieces:
+    """Columns of the pieces of a file: exported tensors, or consecutive rows of one that is larger than a window.
+
+    Attributes:
+        numbers, rows: as in `Layout`, for each piece.
+        starts, stops: rows of the exported tensor.
+        numels: elements.
+        sizes: bytes.
+    """
+
+    numbers: Numbers
+    rows: Numbers
+    starts: Numbers
+    stops: Numbers
+    numels: Numbers
+    sizes: Numbers
+
+    def at(self, where: slice | np.ndarray[Any, Any]) -> _Pieces:
+        """Return some of the pieces."""
+        return _Pieces(
+            self.numbers[where],
+            self.rows[where],
+            self.starts[where],
+            self.stops[where],
+            self.numels[where],
+            self.sizes[where],
+        )
+
+
+def _pieces(layout: Layout, landings: Sequence[Landing], most_bytes: int) -> _Pieces:
+    """Cut exports into pieces of at most that many bytes, or of one row; those without elements have none."""
+    shapes = np.array([p.shape[-2:] for p in layout.parameters], np.int64).reshape(-1, 2)
+    columns, heights = shapes[:, 0], shapes[:, 1]
+    row_bytes = columns * np.array([landing.dtype.itemsize for landing in landings], np.int64)
+    steps = np.where(heights * row_bytes <= most_bytes, heights, np.maximum(1, most_bytes // np.maximum(1, row_bytes)))
+    counts = np.where(row_bytes > 0, -(-heights // np.maximum(1, steps)), 0)[layout.numbers]
+    numbers, rows = np.repeat(layout.numbers, counts), np.repeat(layout.rows, counts)
+    position_in_export = np.arange(len(numbers)) - np.repeat(np.cumsum(counts) - counts, counts)
+    starts = position_in_export * steps[numbers]
+    stops = np.minimum(starts + steps[numbers], heights[numbers])
+    numels = (stops - starts) * columns[numbers]
+    return _Pieces(numbers, rows, starts, stops, numels, (stops - starts) * row_bytes[numbers])
+
+
+def _windows(layout: Layout, landings: Sequence[Landing], most_bytes: int) -> Iterator[Window]:
+    pieces = _pieces(layout, landings, most_bytes)
+    columns = [parameter.shape[-2] for parameter in layout.parameters]
+    # Larger elements first: every copy is then aligned for its dtype.
+    brought = sorted({landing for landing in landings if landing.device is not None}, key=_alignment)
+    group_of = {landing: group for group, landing in enumerate(brought)}
+    groups = np.array([group_of.get(landing, -1) for landing in landings], np.int64)[pieces.numbers]
+    ends = np.cumsum(pieces.sizes)
+    first, begin = 0, 0
+    while first < len(ends):
+        stop = max(first + 1, int(np.searchsorted(ends, begin + most_bytes, "right")))
+        where = slice(first, stop)
+        yield _window(pieces.at(where), groups[where], brought, columns)
+        first, begin = stop, int(ends[stop - 1])
+
+
+def _alignment(landing: Landing) -> tuple[int, str, str]:
+    return -landing.dtype.itemsize, str(landing.dtype), str(landing.device)
+
+
+def _window(pieces: _Pieces, groups: Numbers, brought: Sequence[Landing], columns: Sequence[int]) -> Window:
     copies: list[Copy] = []
     offset_bytes = 0
-    # Larger elements first: every copy is then aligned for its dtype.
-    for (device, dtype), group in sorted(groups.items(), key=lambda item: -item[0][1].itemsize):
-        copies.append(Copy(device, dtype, tuple(_runs(group)), offset_bytes, component))
+    places_bytes = np.full(len(groups), -1, np.int64)
+    for group in np.unique(groups[groups >= 0]):
+        device, dtype = brought[group]
+        assert device is not None
+        mask = groups == group
+        of_group = pieces.at(mask)
+        places = np.cumsum(of_group.numels) - of_group.numels
+        places_bytes[mask] = offset_bytes + places * dtype.itemsize
+        runs = tuple(_runs(of_group, places, columns))
+        copies.append(Copy(device, dtype, runs, offset_bytes, int(of_group.numels.sum())))
         offset_bytes += copies[-1].bytes
-    return tuple(copies)
+    return Window(tuple(copies), tuple(_parts(groups, places_bytes, pieces.sizes)))
 
 
-def _runs(pieces: Iterable[Piece]) -> list[Run]:
-    packed: dict[int, list[tuple[Piece, int]]] = {}
-    single: list[Run] = []
-    place = 0
-    for piece in pieces:
-        if piece.export.expert is not None and piece.complete:
-            packed.setdefault(id(piece.source), []).append((piece, place))
-        else:
-            single.append(Run((piece,), (place,)))
-        place += (piece.stop - piece.start) * piece.columns
-    return [*map(_run_of_rows, packed.values()), *single]
+def _parts(groups: Numbers, places_bytes: Numbers, sizes: Numbers) -> Iterator[tuple[int | None, int]]:
+    """Yield the parts of a window, in file order: what lies side by side in one copy is one part.
+
+    Each part is hashed by a call that needs the interpreter's lock before and after it: thousands of them keep
+    threads waiting for one another.
+    """
+    firsts = np.flatnonzero(np.diff(groups, prepend=-2))
+    for first, size in zip(firsts, np.add.reduceat(sizes, firsts), strict=True):
+        yield None if groups[first] < 0 else int(places_bytes[first]), int(size)
 
 
-def _run_of_rows(placed: Iterable[tuple[Piece, int]]) -> Run:
+def _runs(pieces: _Pieces, places: Numbers, columns: Sequence[int]) -> Iterator[Run]:
     # In the order of the source: `0, 1, 10, 11, ..., 2, 20, ...` of a file is then a few slices of both.
-    ascending = sorted(placed, key=lambda item: item[0].export.expert or 0)
-    return Run(tuple(piece for piece, _ in ascending), tuple(place for _, place in ascending))
+    order = np.lexsort((pieces.rows, pieces.starts, pieces.numbers))
+    ascending, places = pieces.at(order), places[order]
+    changes = np.diff(ascending.numbers, prepend=-1) | np.diff(ascending.starts, prepend=-1)
+    firsts = [*np.flatnonzero(changes).tolist(), len(order)]
+    rows, row_places = ascending.rows.tolist(), places.tolist()
+    for first, stop in pairwise(firsts):
+        number = int(ascending.numbers[first])
+        segments = paired_progressions(rows[first:stop], row_places[first:stop])
+        yield Run(number, tuple(segments), int(ascending.starts[first]), int(ascending.stops[first]), columns[number])

@@ -25,6 +25,7 @@ ALLOWED: dict[str, set[str]] = {
     "turns": set(),
     "jsontext": set(),
     "strands": set(),
+    "once": set(),
     "ring": set(),
     "exports": {"dtypes", "errors"},
     "descriptions": {"dtypes", "exports"},
@@ -38,10 +39,12 @@ ALLOWED: dict[str, set[str]] = {
     "filepass": {"tensorfile", "tensorreader"},
     "peaks": {"dtypes", "exports", "optimizer", "plan", "tensorfile"},
     "manifest": {"errors", "jsontext", "optimizer", "tensorfile"},
-    "staging": {"ring", "tensorfile", "transfer", "windows"},
+    "gathering": {"transfer", "windows"},
+    "staging": {"gathering", "once", "ring", "tensorfile", "transfer", "windows"},
     "snapshot": {"disk", "exports", "plan", "tensorfile", "tensorreader", "transfer"},
     "staged": {
-        "disk", "manifest", "optimizer", "snapshot", "staging", "strands", "tensorfile", "transfer", "windows",
+        "disk", "gathering", "manifest", "optimizer", "ring", "snapshot", "staging", "strands", "tensorfile",
+        "transfer", "windows",
     },
     "merge": {"descriptions", "errors", "exports", "tensorfile"},
     "contents": {"errors", "manifest", "optimizer", "tensorreader", "windows"},
@@ -147,7 +150,10 @@ class TestDirection:
 
         assert {name: calls for name, calls in found.items() if calls} == {
             "transfer": ["copy_", "copy_", "item", "numpy", "to", "to"],
+            "gathering": ["copy_"],  # within the host
             "staging": ["copy_", "copy_"],  # within the device, and within the host
+            "windows": ["tolist", "tolist", "tolist"],  # of numbers of a plan
+            "staged": ["tolist"],
             "tensorfile": ["numpy"],  # of host memory
             "ranks": ["numpy"],  # of host memory
             "fillings": ["tolist", "tolist", "tolist", "tolist"],  # of numpy arrays

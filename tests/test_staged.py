@@ -6,6 +6,7 @@ import gc
 import logging
 import os
 import threading
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,10 @@ import torch
 
 from packckpt import CheckpointSaver, ExportError, PackckptError, load_checkpoint, plan_transfers, predicted_peaks
 from packckpt import staging as staging_module
+from packckpt.gathering import HostGather
 from packckpt.progressions import progressions
 from packckpt.ring import Ring, Slot
+from packckpt.staging import Arrival, Stager
 from packckpt.tensorfile import TensorFileWriter
 from tests import emulated
 from tests.builders import (
@@ -180,8 +183,6 @@ class TestBounds:
         assert_same_content(read_content(tmp_path / "c"), expected_content(trainer))
 
     def test_zeros_take_no_memory(self) -> None:
-        from packckpt.staging import Stager
-
         def resident_bytes() -> int:
             return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE")
 
@@ -312,20 +313,26 @@ class TestFallBacks:
         assert_same_content(read_content(tmp_path / "c"), expected_content(trainer))
 
 
+def held_up_writer(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Let no window be written before the event."""
+    go = threading.Event()
+    write = TensorFileWriter.append
+
+    def held_up(self: TensorFileWriter, *parts: memoryview) -> None:
+        assert go.wait(20)
+        write(self, *parts)
+
+    monkeypatch.setattr(TensorFileWriter, "append", held_up)
+    return go
+
+
 class TestAsyncWrite:
     def test_the_trainer_goes_on_while_the_rest_is_written(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         trainer = eight_experts(emulated.to_device)
         expected = expected_content(trainer)
-        go = threading.Event()
-        write = TensorFileWriter.append
-
-        def held_up(self: TensorFileWriter, *parts: memoryview) -> None:
-            assert go.wait(20)
-            write(self, *parts)
-
-        monkeypatch.setattr(TensorFileWriter, "append", held_up)
+        go = held_up_writer(monkeypatch)
         with staged(async_write=True) as saver:
             saver.prepare(tmp_path / "c", trainer.exports, trainer.state, CONFIG)
             with torch.no_grad():
@@ -334,6 +341,23 @@ class TestAsyncWrite:
             go.set()
             saver.finalize(tmp_path / "c")
         assert_same_content(read_content(tmp_path / "c"), expected)
+
+    def test_prepare_waits_for_every_copy_that_does_not_block(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """The writer is still at its first window: nobody else has waited for the other three."""
+        waited: list[str] = []
+        monkeypatch.setattr(
+            Stager, "_recorded", lambda self, device: lambda: waited.append(threading.current_thread().name)
+        )
+        go = held_up_writer(monkeypatch)
+        trainer = eight_experts(emulated.to_device)
+        with staged(async_write=True) as saver:
+            saver.prepare(tmp_path / "c", trainer.exports, trainer.state, CONFIG)
+            assert len(waited) == 4
+            go.set()
+            saver.finalize(tmp_path / "c")
+        assert len(waited) == 4
 
     def test_what_fails_behind_its_back_is_raised_by_finalize(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -368,6 +392,153 @@ class TestAsyncWrite:
     def test_it_goes_with_the_staged_path_alone(self) -> None:
         with pytest.raises(PackckptError, match="async_write goes with path='staged', not 'coalesced'"):
             CheckpointSaver("coalesced", async_write=True)
+
+
+def gathers_slowly(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Hold every gather up; return the names of the threads that gathered, as they come."""
+    gather = HostGather.__call__
+    names: list[str] = []
+
+    def slow(self: HostGather) -> None:
+        threading.Event().wait(0.01)
+        gather(self)
+        names.append(threading.current_thread().name)
+
+    monkeypatch.setattr(HostGather, "__call__", slow)
+    return names
+
+
+class TestGatheredByWriters:
+    """Tensors on the CPU: the threads that write gather them too, and have done so when prepare returns."""
+
+    @pytest.mark.parametrize("buffer_bytes", [128, 1 << 20])
+    def test_each_window_once_and_none_by_the_thread_that_saves(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, buffer_bytes: int
+    ) -> None:
+        names = gathers_slowly(monkeypatch)
+        trainer = eight_experts()
+        plan = plan_transfers(trainer.exports, trainer.state, "staged", buffer_bytes)
+        with staged(buffer_bytes=buffer_bytes) as saver:
+            saver.save(tmp_path / "c", trainer.exports, trainer.state, CONFIG)
+        windows = [window for file in plan.files for window in file.windows(buffer_bytes)]
+        assert len(names) == len(windows) >= 4
+        assert all(name.startswith("packckpt-write-") for name in names)
+        assert_same_content(read_content(tmp_path / "c"), expected_content(trainer))
+
+    @pytest.mark.parametrize("state_dtype", [torch.float32, torch.bfloat16])
+    @pytest.mark.parametrize("async_write", [False, True])
+    @pytest.mark.parametrize("buffer_bytes", [128, 1 << 20])
+    def test_the_trainer_changes_everything_at_once_and_over_and_over(
+        self,
+        tmp_path: Path,
+        monkeypatch: pytest.MonkeyPatch,
+        buffer_bytes: int,
+        async_write: bool,
+        state_dtype: torch.dtype,
+    ) -> None:
+        gathers_slowly(monkeypatch)
+        trainer = eight_experts(state_dtype=state_dtype)
+        expected = expected_content(trainer)
+        done = threading.Event()
+
+        def change() -> None:
+            with torch.no_grad():
+                for tensor in trainer.tensors():
+                    tensor.add_(1)
+
+        def keep_changing() -> None:
+            while not done.is_set():
+                change()
+
+        with staged(async_write=async_write, buffer_bytes=buffer_bytes) as saver:
+            saver.prepare(tmp_path / "c", trainer.exports, trainer.state, CONFIG)
+            change()
+            thread = threading.Thread(target=keep_changing)
+            thread.start()
+            try:
+                saver.finalize(tmp_path / "c")
+            finally:
+                done.set()
+                thread.join()
+        assert_same_content(read_content(tmp_path / "c"), expected)
+
+    @pytest.mark.parametrize("buffer_bytes", [16, 40, 64])
+    def test_a_tensor_larger_than_a_buffer_is_cut(self, tmp_path: Path, buffer_bytes: int) -> None:
+        trainer = eight_experts()
+        with staged(buffer_bytes=buffer_bytes) as saver:
+            saver.save(tmp_path / "c", trainer.exports, trainer.state, CONFIG)
+        assert_same_content(read_content(tmp_path / "c"), expected_content(trainer))
+
+    def test_with_one_writer_the_thread_that_saves_gathers_too(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Window after window: the ring may be full when the next one comes, and then it could only wait."""
+        names = gathers_slowly(monkeypatch)
+        gathered: list[int] = []
+        capture = Stager.capture
+
+        def recording(self: Stager, *arguments: Any) -> Arrival:
+            gathered.append(len(names))
+            return capture(self, *arguments)
+
+        monkeypatch.setattr(Stager, "capture", recording)
+        trainer = eight_experts()
+        expected = expected_content(trainer)
+        go = held_up_writer(monkeypatch)
+        with staged(async_write=True) as saver:
+            saver.prepare(tmp_path / "c", trainer.exports, trainer.state, CONFIG)
+            # The writer has not got beyond its first window.
+            assert gathered == [0, 1, 2, 3]
+            assert names.count(threading.current_thread().name) >= 3
+            go.set()
+            saver.finalize(tmp_path / "c")
+        assert_same_content(read_content(tmp_path / "c"), expected)
+
+    @pytest.mark.parametrize("async_write", [False, True])
+    @pytest.mark.parametrize("number", [0, 1, 3])
+    def test_an_error_is_raised_by_prepare_and_leaves_nothing(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, async_write: bool
+    ) -> None:
+        trainer = eight_experts()
+        gather = HostGather.__call__
+        count = iter(range(100))
+
+        def lost(self: HostGather) -> None:
+            if next(count) == number:
+                raise RuntimeError("lost a page")
+            gather(self)
+
+        threads = threading.active_count()
+        with staged(async_write=async_write) as saver:
+            with monkeypatch.context() as patch:
+                patch.setattr(HostGather, "__call__", lost)
+                with pytest.raises(RuntimeError, match="lost a page"):
+                    saver.prepare(tmp_path / "c", trainer.exports, trainer.state, CONFIG)
+            assert names_in(tmp_path) == []
+            assert threading.active_count() == threads
+            saver.save(tmp_path / "c", trainer.exports, trainer.state, CONFIG)
+        assert_same_content(read_content(tmp_path / "c"), expected_content(trainer))
+
+    @pytest.mark.parametrize("async_write", [False, True])
+    def test_no_tensor_of_the_trainer_is_held_after_prepare(self, tmp_path: Path, async_write: bool) -> None:
+        trainer = eight_experts()
+        gone = [weakref.ref(tensor) for tensor in trainer.tensors()]
+        with staged(async_write=async_write) as saver:
+            saver.prepare(tmp_path / "c", trainer.exports, trainer.state, CONFIG)
+            del trainer
+            gc.collect()
+            assert [each() for each in gone] == [None] * len(gone)
+            saver.finalize(tmp_path / "c")
+
+    @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])
+    def test_the_mode_of_the_thread_that_saves_does_not_matter(self, tmp_path: Path, mode: Callable[[], Any]) -> None:
+        with staged() as saver:
+            for number, made_in in enumerate((mode, torch.enable_grad, mode)):
+                with made_in():
+                    trainer = eight_experts(state_dtype=torch.bfloat16)
+                with mode():
+                    saver.save(tmp_path / str(number), trainer.exports, trainer.state, CONFIG)
+                    assert_same_content(read_content(tmp_path / str(number)), expected_content(trainer))
 
 
 class TestFailures:

@@ -85,3 +85,72 @@ def test_cancel_drops_what_waits_and_ends_the_threads() -> None:
     assert threading.active_count() == before
     with pytest.raises(InterruptedError, match="given up"):
         strands.submit("a", lambda: None)
+
+
+def test_a_thread_that_finds_every_strand_busy_does_the_first_part_of_a_job() -> None:
+    strands = Strands(threads=2)
+    begun, did_ahead = threading.Event(), threading.Event()
+    threads: dict[str, str] = {}
+    done: list[str] = []
+
+    def first() -> None:
+        threads["first"] = threading.current_thread().name
+        begun.set()
+        assert did_ahead.wait(20), "the other thread has nothing else to do"
+        done.append("first")
+
+    def ahead() -> None:
+        threads["ahead"] = threading.current_thread().name
+        done.append("ahead")
+        did_ahead.set()
+
+    strands.submit("a", first)
+    assert begun.wait(20)
+    strands.submit("a", lambda: done.append("second"), ahead=ahead)
+    strands.finish()
+    assert done == ["ahead", "first", "second"]
+    assert threads["ahead"] != threads["first"]
+
+
+def test_an_error_in_the_first_part_ends_all() -> None:
+    strands = Strands(threads=2)
+    begun, failed = threading.Event(), threading.Event()
+    done: list[str] = []
+
+    def first() -> None:
+        begun.set()
+        assert failed.wait(20)
+
+    def ahead() -> None:
+        failed.set()
+        raise OSError("no memory")
+
+    strands.submit("a", first)
+    assert begun.wait(20)
+    released: list[int] = []
+    strands.submit("a", lambda: done.append("second"), partial(released.append, 1), ahead=ahead)
+    with pytest.raises(OSError, match="no memory"):
+        strands.finish()
+    assert (done, released) == ([], [1])
+
+
+def test_when_no_more_come_the_longest_strand_goes_first() -> None:
+    strands = Strands(threads=1)
+    begun, go = threading.Event(), threading.Event()
+    done: list[tuple[str, int]] = []
+
+    def hold() -> None:
+        begun.set()
+        assert go.wait(20)
+
+    strands.submit("held", hold)
+    assert begun.wait(20)
+    for strand, number, size_bytes in (("a", 0, 10), ("b", 0, 10), ("b", 1, 10), ("c", 0, 5), ("b", 2, 2)):
+        strands.submit(strand, partial(done.append, (strand, number)), size_bytes=size_bytes)
+    finishing = threading.Thread(target=strands.finish)
+    finishing.start()
+    while not strands._closing:
+        pass
+    go.set()
+    finishing.join()
+    assert done == [("b", 0), ("b", 1), ("a", 0), ("c", 0), ("b", 2)]
