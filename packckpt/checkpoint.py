@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from packckpt.contents import Contents
-from packckpt.errors import CheckpointError
+from packckpt.errors import CheckpointError, ExportError
+from packckpt.manifest import ADAPTER_FILE
 from packckpt.optimizer import COMPONENTS, Hyperparameters
 from packckpt.tensorfile import TensorSpec
 from packckpt.tensorreader import spec_of
-from packckpt.verify import undigested_contents, verified_contents
+from packckpt.verify import changed_problem, undigested_contents, verified_contents
 from packckpt.windows import WEIGHTS
 
 if TYPE_CHECKING:
@@ -120,7 +121,7 @@ class Checkpoint:
         *,
         subset: bool = False,
     ) -> None:
-        """Put the checkpoint back into parameters, masters and moments: all of it, or nothing.
+        """Put the checkpoint back into parameters, masters and moments; everything is checked before a byte is written.
 
         Arguments, memory and errors: see `packckpt.restore.restore`. The digests were checked when it was loaded, by
         a reading of their own; `restore_checkpoint` reads once.
@@ -186,5 +187,12 @@ def restore_checkpoint(
     from packckpt.restore import restore
 
     contents = undigested_contents(path)
-    restore(contents, exports, optimizer, masters, subset=subset, digested=True)
+    try:
+        restore(contents, exports, optimizer, masters, subset=subset, digested=True)
+    except ExportError:
+        # With a damaged header the checkpoint fits no trainer, and the trainer is not at fault.
+        problem = changed_problem(contents.root / ADAPTER_FILE, contents.manifest.files[ADAPTER_FILE])
+        if problem is not None:
+            raise CheckpointError(problem) from None
+        raise
     return Checkpoint(contents)

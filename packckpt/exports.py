@@ -132,7 +132,7 @@ class Export:
 
 
 def check_exports(exports: Iterable[Export]) -> list[Export]:
-    """Return the exports as a list; refuse what is not an `Export`, an empty list and repeated keys.
+    """Return the exports as a list; refuse what is not an `Export`, and repeated keys.
 
     Raises:
         ExportError: names the key and the positions.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import TracebackType
 
 from packckpt.tensorfile import host_bytes, new_digest
@@ -16,16 +17,20 @@ class FilePass:
     Args:
         reader: of the file.
         digested: hash every byte of the file; what lies between the parts is then read too.
+        stopped: asked now and then whether to give up.
 
     Memory: a buffer of 1 MiB for what lies between the parts.
     """
 
-    def __init__(self, reader: TensorFileReader, *, digested: bool) -> None:
+    def __init__(
+        self, reader: TensorFileReader, *, digested: bool, stopped: Callable[[], bool] = lambda: False
+    ) -> None:
         self._reader = reader
+        self._stopped = stopped
         self._digest = new_digest() if digested else None
         self._between = memoryview(b"")
         self._at = 0
-        # Reading names what the disk refuses; a map of the file would end the process. A removed file has only that.
+        # Reading names what the disk refuses, where its map would end the process; a removed file has only the map.
         self._file = reader.open_again()
         if self._digest is not None:
             # As it was parsed: what says where the tensors are is then what was digested.
@@ -46,6 +51,7 @@ class FilePass:
 
         Raises:
             OSError: the disk refused, or the file has become shorter.
+            InterruptedError: it was stopped.
         """
         self.pass_over(begin)
         for start in range(begin, end, READ_BYTES):
@@ -72,6 +78,8 @@ class FilePass:
         return "" if self._digest is None else self._digest.hexdigest()
 
     def _fill(self, start: int, piece: memoryview) -> None:
+        if self._stopped():
+            raise InterruptedError("reading was given up")
         if self._file is None:
             piece[:] = host_bytes(self._reader.data(start, start + len(piece)))
             return

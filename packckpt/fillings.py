@@ -97,6 +97,17 @@ class FileLayout:
         self._even_until = [_even_until(places) for places in self._places]
 
     @property
+    def accelerator(self) -> torch.device | None:
+        """An accelerator that some of the tensors go to, if any."""
+        devices = (filling.destination.device for filling in self._fillings)
+        return next((device for device in devices if device.type != "cpu"), None)
+
+    @property
+    def largest_bytes(self) -> int:
+        """Size of the largest tensor."""
+        return max((filling.tensor_bytes for filling in self._fillings), default=0)
+
+    @property
     def tensors(self) -> range:
         """All tensors, by number."""
         return range(len(self._begins))

@@ -16,6 +16,7 @@ from packckpt.filepass import FilePass
 from packckpt.fillings import Chunk, FileLayout, Portion
 from packckpt.placing import place_on_device, place_on_host
 from packckpt.ring import Ring, Slot
+from packckpt.room import Room
 from packckpt.staging import make_ring
 from packckpt.strands import MOST_THREADS, usable_cores
 from packckpt.tensorfile import host_bytes
@@ -25,6 +26,7 @@ from packckpt.windows import DEFAULT_BUFFER_BYTES
 
 _HOST_CHUNK_BYTES = 8 << 20
 _CHUNKS_OF_RING = 8  # as many threads can read and digest at once
+_LARGE_TENSORS_BYTES = 128 << 20  # of those that are larger than a chunk, in memory at once
 TASK_BYTES = 16 << 20  # of a file that is not digested, so that several threads can share it
 
 
@@ -60,58 +62,65 @@ class Intake:
     CPU it goes to its rows while it is in the core's cache. A file that is digested is read by one thread.
 
     Args:
-        devices: of all destinations.
-        largest_bytes: the largest tensor that is wanted, in any dtype; the ring holds at least two such.
-        buffer_bytes: of each of the ring's two buffers.
+        tasks: what is to be read.
+        buffer_bytes: of each of the ring's two buffers, which are larger where a tensor is.
 
-    Host memory: the ring, for accelerators only; 9 MiB for each thread, of which there are at most 8.
-    Device memory: one chunk, of an eighth of the ring or the largest tensor.
+    Host memory: the ring, where something goes to an accelerator; for what goes to the CPU 9 MiB for each thread, of
+    which there are at most 8, and larger tensors one by one, or several up to 128 MiB; and a copy of a chunk where it
+    is converted, or where a shard is cut from components.
+    Device memory: a chunk, which is an eighth of the ring or one tensor that is larger; twice that for components.
     """
 
-    def __init__(
-        self, devices: Iterable[torch.device], largest_bytes: int, buffer_bytes: int = DEFAULT_BUFFER_BYTES
-    ) -> None:
-        accelerator = next((device for device in devices if device.type != "cpu"), None)
-        self._chunk_bytes = _HOST_CHUNK_BYTES
+    def __init__(self, tasks: Iterable[Task], buffer_bytes: int = DEFAULT_BUFFER_BYTES) -> None:
+        # The longest files first: the others even out what is left.
+        self._tasks = sorted(tasks, key=lambda task: -task.reader.size_bytes)
         self._ring: Ring | None = None
+        self._ring_chunk_bytes = 2 * buffer_bytes // _CHUNKS_OF_RING
+        accelerator = next((task.layout.accelerator for task in self._tasks if task.layout.accelerator), None)
         if accelerator is not None:
-            self._chunk_bytes = max(2 * buffer_bytes // _CHUNKS_OF_RING, largest_bytes)
-            self._ring, _ = make_ring(max(2 * buffer_bytes, 2 * largest_bytes), accelerator)
+            largest_bytes = max(task.layout.largest_bytes for task in self._tasks)
+            self._ring, _ = make_ring(2 * max(buffer_bytes, largest_bytes), accelerator)
+        self._room = Room(_LARGE_TENSORS_BYTES)
         self._arrived: SimpleQueue[tuple[Slot, Chunk] | None] = SimpleQueue()
         self._in_flight: deque[_InFlight] = deque()
         self._own = threading.local()
         self._running = 0
         self._stopped = False
 
-    def run(self, tasks: Iterable[Task]) -> list[str]:
-        """Read everything and place it; all is in place when this returns.
+    def run(self) -> dict[TensorFileReader, str]:
+        """Read everything and place it.
+
+        All is in place when this returns: on CUDA for what follows on the caller's current streams.
 
         Returns:
             what is wrong with which file; what it holds may have been placed by then.
         """
         mode = torch.is_inference_mode_enabled()
-        # The longest first: the others even out what is left.
-        ordered = sorted(tasks, key=lambda task: -task.reader.size_bytes)
         with ThreadPoolExecutor(min(MOST_THREADS, usable_cores()), "packckpt-read") as pool:
-            results = [pool.submit(self._run_task, task, mode) for task in ordered]
-            self._running = len(results)
             try:
+                results = [(task.reader, pool.submit(self._run_task, task, mode)) for task in self._tasks]
+                self._running = len(results)
                 while self._running:
                     self._await_arrival()
             except BaseException:
                 self._stopped = True
+                pool.shutdown(wait=False, cancel_futures=True)
                 if self._ring is not None:
                     self._ring.close()  # threads may wait for it
                 raise
             finally:
                 while self._in_flight:
                     self._await_oldest()
-        return [problem for result in results if (problem := result.result()) is not None]
+        problems: dict[TensorFileReader, str] = {}
+        for reader, result in results:
+            if (problem := result.result()) is not None:
+                problems.setdefault(reader, problem)
+        return problems
 
     def _run_task(self, task: Task, inference_mode: bool) -> str | None:
         try:
-            # Each thread has modes of its own; the caller's hold.
-            with torch.inference_mode(inference_mode), torch.no_grad():
+            # Each thread has a mode of its own; the caller's holds.
+            with torch.inference_mode(inference_mode):
                 return self._read(task)
         except OSError as error:
             return unreadable_problem(task.reader.path, error)
@@ -122,20 +131,22 @@ class Intake:
             self._arrived.put(None)
 
     def _read(self, task: Task) -> str | None:
-        with FilePass(task.reader, digested=task.digest is not None) as file:
-            for tensors in task.layout.split(task.tensors, self._chunk_bytes):
-                if self._stopped:
-                    return None
-                self._take(file, task.reader, task.layout.chunk(tensors))
+        chunk_bytes = _HOST_CHUNK_BYTES if task.layout.accelerator is None else self._ring_chunk_bytes
+        with FilePass(task.reader, digested=task.digest is not None, stopped=lambda: self._stopped) as file:
+            for tensors in task.layout.split(task.tensors, chunk_bytes):
+                self._take(file, task.layout.chunk(tensors))
             return None if task.digest is None else digest_problem(task.reader.path, file.finish(), task.digest)
 
-    def _take(self, file: FilePass, reader: TensorFileReader, chunk: Chunk) -> None:
+    def _take(self, file: FilePass, chunk: Chunk) -> None:
         if any(_on_accelerator(portion) for portion in chunk.portions):
             self._take_into_ring(file, chunk)
+        elif chunk.bytes > _HOST_CHUNK_BYTES:
+            with self._room.taken(chunk.bytes):
+                _take_to_host(file, chunk, torch.empty(chunk.bytes, dtype=torch.uint8))
         else:
-            memory = self._memory_for(file, reader, chunk)
-            for portion in chunk.portions:
-                place_on_host(portion, memory)
+            if not hasattr(self._own, "memory"):
+                self._own.memory = torch.empty(_HOST_CHUNK_BYTES, dtype=torch.uint8)
+            _take_to_host(file, chunk, self._own.memory[: chunk.bytes])
 
     def _take_into_ring(self, file: FilePass, chunk: Chunk) -> None:
         assert self._ring is not None
@@ -149,18 +160,6 @@ class Intake:
             slot.release()
             raise
         self._arrived.put((slot, chunk))
-
-    def _memory_for(self, file: FilePass, reader: TensorFileReader, chunk: Chunk) -> torch.Tensor:
-        """Read a chunk into the thread's memory; a tensor that is larger is looked at in its file."""
-        if chunk.bytes > self._chunk_bytes:
-            ((begin, end),) = chunk.spans
-            file.pass_over(end)
-            return reader.data(begin, end)
-        if not hasattr(self._own, "memory"):
-            self._own.memory = torch.empty(self._chunk_bytes, dtype=torch.uint8)
-        memory: torch.Tensor = self._own.memory[: chunk.bytes]
-        _read_spans(file, chunk, memory)
-        return memory
 
     def _await_arrival(self) -> None:
         """Launch the next chunk that is on the host, or note that a task has ended."""
@@ -190,6 +189,12 @@ class Intake:
         for departed in oldest.departures:
             departed()
         oldest.slot.release()
+
+
+def _take_to_host(file: FilePass, chunk: Chunk, memory: torch.Tensor) -> None:
+    _read_spans(file, chunk, memory)
+    for portion in chunk.portions:
+        place_on_host(portion, memory)
 
 
 def _read_spans(file: FilePass, chunk: Chunk, memory: torch.Tensor) -> None:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain, pairwise
 from operator import itemgetter
 from typing import Any
 
@@ -22,6 +22,7 @@ from packckpt.merge import cut_shard
 from packckpt.optimizer import COMPONENTS, MOMENTS, AdamState, Hyperparameters, ParameterState
 from packckpt.tensorreader import Entry
 
+# A whole tensor's shape, the shard that is cut from it, and the shape that the shard must have.
 _Cut = tuple[tuple[int, ...], Shard | None, tuple[int, int]]
 
 
@@ -36,9 +37,12 @@ class _Target:
     group: Mapping[str, Any]
 
     @property
-    def tensors(self) -> list[torch.Tensor]:
-        """The parameter, and what the optimizer holds for it."""
-        return [self.parameter, *(self.state.held if self.state is not None else ())]
+    def named(self) -> list[tuple[str, torch.Tensor]]:
+        """The parameter, and what the optimizer holds for it, with names for messages."""
+        key = self.exports[0].key
+        held = [] if self.state is None else [(name, self.state.component(name)) for name in COMPONENTS]
+        others = [(f"{key}: {name}", value) for name, value in held if value is not None]
+        return [(key, self.parameter), *((name, value) for name, value in others if value is not self.parameter)]
 
 
 def restore(
@@ -65,13 +69,13 @@ def restore(
         digested: compare the digests of all tensor files, also of those that nothing is restored from, while they
             are read; otherwise what is not wanted is not read.
 
-    Host memory: see `Intake`. Device memory: the same.
+    Host and device memory: what `Intake` states.
 
     Raises:
         ExportError: keys, shapes, dtypes or expert counts differ; found before anything is written.
         OptimizerError: the optimizer cannot take the state; found before anything is written.
         CheckpointError: the checkpoint has no optimizer state; or, when parts were written, which file has another
-            digest or cannot be read.
+            digest or cannot be read. Whatever is raised when parts were written says so.
     """
     if optimizer is None and masters is not None:
         # The next step would write the old masters over the weights that were restored.
@@ -80,24 +84,23 @@ def restore(
     _expect_keys(contents, checked, subset)
     state = None if optimizer is None else AdamState.from_optimizer(optimizer, masters)
     targets = _targets(contents, checked, state)
-    cuts: set[_Cut] = set()
+    known: set[_Cut] = set()
     for target in targets:
-        _expect_fitting(contents, target, cuts)
+        _expect_fitting(contents, target, known)
     _expect_distinct(targets)
     if state is not None:
         _warn_hyperparameters(contents.manifest.optimizer, state.hyperparameters())
     # Whatever may find no memory is made before the first write.
     entries = [_entry(target, target.state) if target.state is not None else {} for target in targets]
-    with torch.no_grad():
-        tasks = _tasks(contents, zip(targets, entries, strict=True), digested)
-        devices = {tensor.device for target in targets for tensor in target.tensors}
-        intake = Intake(devices, max((8 * math.prod(shape) for shape, _, _ in cuts), default=0))
-        problems = intake.run(tasks)
+    intake = Intake(_tasks(contents, zip(targets, entries, strict=True), digested))
+    written = f"parameters and optimizer hold parts of {contents.root}: restore a checkpoint before they are used"
+    try:
+        problems = list(intake.run().values())
+    except BaseException as error:
+        error.add_note(written)
+        raise
     if problems:
-        raise CheckpointError(
-            "\n".join([*problems, "parameters and optimizer hold parts of it: restore another checkpoint into them"]),
-            problems,
-        )
+        raise CheckpointError("\n".join([*problems, written]), problems)
     for target, entry in zip(targets, entries, strict=True):
         if state is not None and target.state is not None:
             state.optimizer.state[target.state.master].update(entry)
@@ -135,10 +138,10 @@ def _targets(contents: Contents, exports: Sequence[Export], state: AdamState | N
     return targets
 
 
-def _expect_fitting(contents: Contents, target: _Target, cuts: set[_Cut]) -> None:
-    """Refuse what cannot be placed; `cuts` holds those that are known to be possible."""
+def _expect_fitting(contents: Contents, target: _Target, known: set[_Cut]) -> None:
+    """Refuse what cannot be placed; `known` holds cuts that are possible."""
     rows: dict[int | None, str] = {}
-    expect_data(target.exports[0].key, target.tensors)
+    expect_data(target.exports[0].key, [tensor for _, tensor in target.named])
     for export in target.exports:
         dtype_name, shape, *_ = contents.entry(export.key)
         dtype = DTYPE_OF_NAME[dtype_name]
@@ -148,10 +151,10 @@ def _expect_fitting(contents: Contents, target: _Target, cuts: set[_Cut]) -> Non
                 "expected one dtype"
             )
         cut = (shape, export.shard, export.shape)
-        if cut not in cuts:
+        if cut not in known:
             # Without data: shapes decide whether the part can be cut.
             cut_shard(export.key, torch.empty(shape, device="meta"), export.shard, export.shape)
-            cuts.add(cut)
+            known.add(cut)
         if rows.setdefault(export.expert, export.key) != export.key:
             raise ExportError(
                 f"{export.key}: goes to the same place as {rows[export.expert]} (row {export.expert}); name one of them"
@@ -166,22 +169,36 @@ def _expect_fitting(contents: Contents, target: _Target, cuts: set[_Cut]) -> Non
 
 
 def _expect_distinct(targets: Iterable[_Target]) -> None:
-    owner: dict[tuple[int, int], str] = {}
-    for target in targets:
-        tensors = {id(tensor): tensor for tensor in target.tensors}
-        for tensor in tensors.values():
-            if not tensor.numel():
-                continue
-            key = target.exports[0].key
-            place = (tensor.untyped_storage().data_ptr(), int(tensor.storage_offset()) * tensor.element_size())
-            if owner.setdefault(place, key) != key or any(s == 0 for s, n in _steps_of(tensor) if n > 1):
-                raise ExportError(
-                    f"{key}: shares memory with {owner[place]}; give every parameter and moment memory of its own"
-                )
+    """Refuse tensors that share memory: which value stays would be left to chance."""
+    dense: dict[tuple[torch.device, int], list[tuple[int, int, str]]] = {}
+    begins: dict[tuple[torch.device, int, int], str] = {}
+    for name, tensor in chain.from_iterable(target.named for target in targets):
+        if not tensor.numel():
+            continue
+        if any(step == 0 for step, extent in zip(tensor.stride(), tensor.shape, strict=True) if extent > 1):
+            raise _sharing(name, name)
+        storage = tensor.device, tensor.untyped_storage().data_ptr()
+        begin, end = _extent(tensor)
+        if (other := begins.setdefault((*storage, begin), name)) != name:
+            raise _sharing(name, other)
+        # Tensors with gaps may lie between one another, as the columns of a fused matrix do.
+        if end - begin == tensor.numel() * tensor.element_size():
+            dense.setdefault(storage, []).append((begin, end, name))
+    for spans in dense.values():
+        for (_, end, name), (begin, _, other) in pairwise(sorted(spans)):
+            if begin < end:
+                raise _sharing(other, name)
 
 
-def _steps_of(tensor: torch.Tensor) -> Iterator[tuple[int, int]]:
-    return zip(tensor.stride(), tensor.shape, strict=True)
+def _extent(tensor: torch.Tensor) -> tuple[int, int]:
+    """Return the first byte of a tensor in its storage, and the one behind its last."""
+    last = sum(step * (extent - 1) for step, extent in zip(tensor.stride(), tensor.shape, strict=True))
+    first = int(tensor.storage_offset())
+    return first * tensor.element_size(), (first + last + 1) * tensor.element_size()
+
+
+def _sharing(name: str, other: str) -> ExportError:
+    return ExportError(f"{name}: shares memory with {other}; give every parameter and moment memory of its own")
 
 
 def _warn_hyperparameters(saved: Hyperparameters | None, present: Hyperparameters) -> None:
@@ -224,8 +241,8 @@ def _tasks(contents: Contents, targets: Iterable[tuple[_Target, Mapping[str, Any
 
 def _fillings(contents: Contents, target: _Target, entry: Mapping[str, Any]) -> Iterator[tuple[str, Filling]]:
     """Yield what each file holds for a parameter, its master and its moments."""
-    for alike in _alike(contents.files[ADAPTER_FILE].entries, target.exports):
-        yield ADAPTER_FILE, alike.filling(target.parameter)
+    for stretch in _stretches(contents.files[ADAPTER_FILE].entries, target.exports):
+        yield ADAPTER_FILE, stretch.filling(target.parameter)
     if target.state is None:
         return
     destinations: dict[str, torch.Tensor] = {name: entry[name] for name in MOMENTS}
@@ -236,17 +253,17 @@ def _fillings(contents: Contents, target: _Target, entry: Mapping[str, Any]) -> 
         by_files.setdefault(contents.manifest.parameters[export.key], []).append(export)
     for names, exports in by_files.items():
         name_of = dict(zip(COMPONENTS, names, strict=True))
-        known: dict[int, list[_Alike]] = {}  # the three files have mostly one header
+        known: dict[int, list[_Stretch]] = {}  # the three files have mostly one header
         for component, destination in destinations.items():
             entries = contents.files[name_of[component]].entries
             if id(entries) not in known:
-                known[id(entries)] = _alike(entries, exports)
-            for alike in known[id(entries)]:
-                yield name_of[component], alike.filling(destination)
+                known[id(entries)] = _stretches(entries, exports)
+            for stretch in known[id(entries)]:
+                yield name_of[component], stretch.filling(destination)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Alike:
+class _Stretch:
     """Exports of one parameter that a file holds with one dtype and shape, and that take one shard of it."""
 
     export: Export
@@ -260,7 +277,7 @@ class _Alike:
         return Filling(packed.transpose(1, 2), self.export, self.dtype, self.shape, self.offsets, self.rows)
 
 
-def _alike(entries: Mapping[str, Entry], exports: Iterable[Export]) -> list[_Alike]:
+def _stretches(entries: Mapping[str, Entry], exports: Iterable[Export]) -> list[_Stretch]:
     groups: dict[tuple[str, tuple[int, ...], Shard | None], list[tuple[int, Export]]] = {}
     for export in exports:
         dtype_name, shape, offset, _ = entries[export.key]
@@ -270,7 +287,7 @@ def _alike(entries: Mapping[str, Entry], exports: Iterable[Export]) -> list[_Ali
         members.sort(key=itemgetter(0))
         offsets = np.array([offset for offset, _ in members], np.int64)
         rows = np.array([export.expert or 0 for _, export in members], np.int64)
-        found.append(_Alike(members[0][1], DTYPE_OF_NAME[dtype_name], shape, offsets, rows))
+        found.append(_Stretch(members[0][1], DTYPE_OF_NAME[dtype_name], shape, offsets, rows))
     return found
 
 

@@ -14,6 +14,7 @@ from packckpt.dtypes import DTYPE_OF_NAME
 from packckpt.tensorfile import TensorSpec, host_bytes
 
 _LARGEST_SIZE = 2**63 - 1  # of what torch counts in
+_LARGEST_HEADER_BYTES = 100_000_000  # what safetensors takes
 # dtype as the header has it, shape, first byte and the one behind the last, counted from the file's start
 Entry = tuple[str, tuple[int, ...], int, int]
 _File = IO[bytes]
@@ -24,14 +25,14 @@ class Headers:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._known: dict[tuple[bytes, int], dict[str, Entry]] = {}
+        self._known: dict[tuple[bytes, int], tuple[bytes, dict[str, Entry]]] = {}
 
-    def entries(self, head: bytes, size_bytes: int, check: Callable[[], None]) -> dict[str, Entry]:
-        """Return what a file holds, from its head; a head that was not met in a file of that size is checked first."""
+    def known(self, head: bytes, size_bytes: int, check: Callable[[], None]) -> tuple[bytes, dict[str, Entry]]:
+        """Return a head as it is kept, and what it says; one that was not met in a file of that size is checked."""
         with self._lock:
             if (head, size_bytes) not in self._known:
                 check()
-                self._known[head, size_bytes] = _parse(head)
+                self._known[head, size_bytes] = head, _parse(head)
             return self._known[head, size_bytes]
 
 
@@ -63,15 +64,15 @@ class TensorFileReader:
         check: Callable[[], None] = lambda: None,
     ) -> None:
         self.path = path
-        with open(path, "rb") as file:
+        with open(path, "rb", opener=_open_at_once) as file:
             self._identity = _identity(file)
             self.size_bytes = os.fstat(file.fileno()).st_size
+            head = _head(file, self.size_bytes)
             # Private, since torch wants memory that may be written; unlike Python's, its maps keep no descriptor open.
             name = _name_for_torch(path, file.fileno())
             self._bytes = torch.from_file(name, size=self.size_bytes, dtype=torch.uint8)
         self._view = host_bytes(self._bytes)
-        self.head = self._view[: 8 + int.from_bytes(self._view[:8], "little")].tobytes()
-        self.entries = (headers or Headers()).entries(self.head, self.size_bytes, check)
+        self.head, self.entries = (headers or Headers()).known(head, self.size_bytes, check)
 
     def bytes(self, name: str) -> memoryview:
         """Return the bytes of a tensor; nothing is copied."""
@@ -94,7 +95,7 @@ class TensorFileReader:
     def open_again(self) -> _File | None:
         """Open the same file for reading; None where it was removed or replaced since it was opened first."""
         try:
-            file = open(self.path, "rb", buffering=0)  # noqa: SIM115  # the caller closes it
+            file = open(self.path, "rb", buffering=0, opener=_open_at_once)  # noqa: SIM115  # the caller closes it
         except OSError:
             return None
         if _identity(file) == self._identity:
@@ -106,6 +107,18 @@ class TensorFileReader:
 def spec_of(entry: Entry) -> TensorSpec:
     """Return dtype and shape of a tensor, from what the header says of it."""
     return TensorSpec(DTYPE_OF_NAME[entry[0]], entry[1])
+
+
+def _open_at_once(path: str, flags: int) -> int:
+    # A named pipe that has taken a file's place would be waited for.
+    return os.open(path, flags | os.O_NONBLOCK)
+
+
+def _head(file: _File, size_bytes: int) -> bytes:
+    """Read a file up to where its tensors begin; where that is nowhere, its first eight bytes."""
+    length = file.read(8)
+    count = int.from_bytes(length, "little")
+    return length + file.read(count) if count <= min(size_bytes - 8, _LARGEST_HEADER_BYTES) else length
 
 
 def _identity(file: _File) -> tuple[int, int]:

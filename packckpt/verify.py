@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -28,9 +28,6 @@ from packckpt.manifest import (
 from packckpt.strands import MOST_THREADS, usable_cores
 from packckpt.tensorreader import Entry, Headers, TensorFileReader
 
-# (root, relative path, digest, headers) -> a reader, what is wrong, or None where there are no tensors
-_Look = Callable[[Path, str, str, Headers], TensorFileReader | str | None]
-
 
 def verify_checkpoint(path: str | os.PathLike[str]) -> str:
     """Verify a checkpoint and return its digest.
@@ -46,7 +43,7 @@ def verify_checkpoint(path: str | os.PathLike[str]) -> str:
 
 def verified_contents(path: str | os.PathLike[str]) -> Contents:
     """Verify a checkpoint and return what it holds; see `verify_checkpoint`."""
-    return _checked_contents(path, _look_at)
+    return _checked_contents(path, digested=True)
 
 
 def undigested_contents(path: str | os.PathLike[str]) -> Contents:
@@ -55,7 +52,15 @@ def undigested_contents(path: str | os.PathLike[str]) -> Contents:
     Raises:
         CheckpointError: as for `verify_checkpoint`.
     """
-    return _checked_contents(path, _look_at_undigested)
+    return _checked_contents(path, digested=False)
+
+
+def changed_problem(path: Path, expected: str) -> str | None:
+    """Read a file, and return what is wrong with it where it has not the digest that the manifest has for it."""
+    try:
+        return digest_problem(path, file_digest(path), expected)
+    except OSError as error:
+        return unreadable_problem(path, error)
 
 
 def digest_problem(path: str | os.PathLike[str], found: str, expected: str) -> str | None:
@@ -70,10 +75,10 @@ def unreadable_problem(path: str | os.PathLike[str], error: OSError) -> str:
     return f"{os.fspath(path)}: cannot be read: {error}"
 
 
-def _checked_contents(path: str | os.PathLike[str], look: _Look) -> Contents:
+def _checked_contents(path: str | os.PathLike[str], *, digested: bool) -> Contents:
     root = Path(path)
     manifest = read_manifest(root)
-    looked = _look_at_files(root, manifest.files, look)
+    looked = _look_at_files(root, manifest.files, digested)
     problems = [found for found in looked.values() if isinstance(found, str)]
     if not problems:
         files = {name: found for name, found in sorted(looked.items()) if isinstance(found, TensorFileReader)}
@@ -90,31 +95,25 @@ def unlisted_files(root: Path, manifest: Manifest) -> list[str]:
     return sorted(found - set(manifest.files) - {"checkpoint.json"})
 
 
-def _look_at_files(root: Path, files: Mapping[str, str], look: _Look) -> dict[str, TensorFileReader | str | None]:
+def _look_at_files(root: Path, files: Mapping[str, str], digested: bool) -> dict[str, TensorFileReader | str | None]:
     """Return for every file its reader, what is wrong with it, or None if it is fine and holds no tensors."""
     headers = Headers()
     # Hashing and reading release the interpreter's lock; a file is one chain, so files go side by side.
     with ThreadPoolExecutor(min(MOST_THREADS, usable_cores())) as pool:
-        found = pool.map(lambda name: look(root, name, files[name], headers), files)
+        found = pool.map(lambda name: _look_at(root, name, files[name], headers, digested), files)
         return dict(zip(files, found, strict=True))
 
 
-def _look_at(root: Path, relative: str, expected: str, headers: Headers) -> TensorFileReader | str | None:
+def _look_at(
+    root: Path, relative: str, expected: str, headers: Headers, digested: bool
+) -> TensorFileReader | str | None:
     try:
         path = safe_file(root, relative)
-        problem = digest_problem(path, file_digest(path), expected)
-        return problem if problem is not None or relative == CONFIG_FILE else _open_tensors(path, headers)
-    except CheckpointError as error:
-        return str(error)
-    except OSError as error:
-        return unreadable_problem(root / relative, error)
-
-
-def _look_at_undigested(root: Path, relative: str, expected: str, headers: Headers) -> TensorFileReader | str | None:
-    if relative == CONFIG_FILE:
-        return _look_at(root, relative, expected, headers)
-    try:
-        return _open_tensors(safe_file(root, relative), headers)
+        if digested or relative == CONFIG_FILE:
+            problem = changed_problem(path, expected)
+            if problem is not None or relative == CONFIG_FILE:
+                return problem
+        return _open_tensors(path, headers)
     except CheckpointError as error:
         return str(error)
 

@@ -27,6 +27,7 @@ ALLOWED: dict[str, set[str]] = {
     "strands": set(),
     "once": set(),
     "ring": set(),
+    "room": set(),
     "exports": {"dtypes", "errors"},
     "descriptions": {"dtypes", "exports"},
     "optimizer": {"dtypes", "errors"},
@@ -58,11 +59,11 @@ ALLOWED: dict[str, set[str]] = {
         "commit", "descriptions", "dtypes", "errors", "exports", "manifest", "merge", "optimizer", "plan", "ranks",
         "reservation", "snapshot", "staged", "staging", "transfer", "turns", "windows",
     },
-    "checkpoint": {"contents", "errors", "optimizer", "tensorfile", "tensorreader", "verify", "windows"},
+    "checkpoint": {"contents", "errors", "manifest", "optimizer", "tensorfile", "tensorreader", "verify", "windows"},
     "fillings": {"exports"},
     "placing": {"fillings", "merge", "progressions", "transfer"},
     "intake": {
-        "filepass", "fillings", "placing", "ring", "staging", "strands", "tensorfile", "tensorreader", "verify",
+        "filepass", "fillings", "placing", "ring", "room", "staging", "strands", "tensorfile", "tensorreader", "verify",
         "windows",
     },
     "restore": {

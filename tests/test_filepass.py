@@ -61,13 +61,15 @@ def test_what_is_not_wanted_is_read_for_the_digest_alone(tmp_path: Path, monkeyp
         assert sum(filled) == expected
 
 
-@pytest.mark.parametrize("replaced", [False, True])
-def test_a_file_that_was_removed_is_still_read(replaced: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("replaced", ["by nothing", "by another file", "by a named pipe"])
+def test_a_file_that_was_removed_is_still_read(replaced: str, tmp_path: Path) -> None:
     content = written(tmp_path / "f")
     reader = TensorFileReader(tmp_path / "f")
     os.rename(tmp_path / "f", tmp_path / "away")
-    if replaced:
+    if replaced == "by another file":
         (tmp_path / "f").write_bytes(content[::-1])
+    elif replaced == "by a named pipe":
+        os.mkfifo(tmp_path / "f")
     (tmp_path / "away").unlink()
     memory = bytearray(30)
     with FilePass(reader, digested=True) as file:
@@ -96,3 +98,16 @@ def test_a_header_that_changed_since_it_was_parsed_does_not_pass(tmp_path: Path)
         file.write(content)
     with FilePass(reader, digested=True) as again:
         assert again.finish() == digest_of(content.replace(b'"k"', b'"j"'))
+
+
+def test_it_gives_up_between_two_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    written(tmp_path / "f")
+    filled: list[int] = []
+    fill = FilePass._fill
+    monkeypatch.setattr(FilePass, "_fill", lambda self, at, piece: fill(self, at, piece) or filled.append(at))
+    with (
+        FilePass(TensorFileReader(tmp_path / "f"), digested=True, stopped=lambda: len(filled) == 2) as file,
+        pytest.raises(InterruptedError, match="reading was given up"),
+    ):
+        file.finish()
+    assert len(filled) == 2

@@ -6,6 +6,8 @@ import hashlib
 import os
 import threading
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +70,7 @@ class Files:
 
     def run(self, *, digested: bool = True, buffer_bytes: int = 64) -> list[str]:
         """Read the files through a ring that holds two of the largest tensors."""
-        return Intake({target.device for target in self.targets}, 64, buffer_bytes).run(self.tasks(digested=digested))
+        return list(Intake(self.tasks(digested=digested), buffer_bytes).run().values())
 
     def expect_filled(self) -> None:
         for target, source in zip(self.targets, self.wanted, strict=True):
@@ -76,7 +78,7 @@ class Files:
 
 
 @pytest.mark.parametrize("digested", [True, False])
-@pytest.mark.parametrize("buffer_bytes", [64, 96, 200, 1 << 20])
+@pytest.mark.parametrize("buffer_bytes", [8, 64, 96, 200, 1 << 20])
 @pytest.mark.parametrize("places", [["host"], ["device"], ["host", "device"]], ids=str)
 def test_tensors_of_many_sizes(
     places: list[str], buffer_bytes: int, digested: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -104,7 +106,7 @@ def test_one_chunk_for_a_parameter_on_the_host_and_one_on_a_device(tmp_path: Pat
     ]  # fmt: skip
     layout = FileLayout(fillings)
     with emulated.observe() as ledger:
-        assert Intake({t.device for t in targets}, 64).run([Task(reader, layout, layout.tensors, None)]) == []
+        assert Intake([Task(reader, layout, layout.tensors, None)]).run() == {}
 
     assert [event.shape for event in ledger.h2d] == [(4 * 24,)]
     for target, names in zip(targets, ("ac", "bd"), strict=True):
@@ -143,31 +145,6 @@ def test_a_slot_is_not_filled_before_its_chunk_has_left(tmp_path: Path, monkeypa
     assert all(slot.released for slot in sent)
 
 
-def test_a_tensor_that_is_looked_at_in_its_file_was_read_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A disk that fails is then an error, where looking would end the process."""
-    monkeypatch.setattr(intake, "_HOST_CHUNK_BYTES", 48)
-    monkeypatch.setattr(intake, "usable_cores", lambda: 1)
-    read_to = 0
-    fill = FilePass._fill
-
-    def recording_fill(self: FilePass, start: int, piece: memoryview) -> None:
-        nonlocal read_to
-        fill(self, start, piece)
-        read_to = start + len(piece)
-
-    def place(portion: Portion, memory: torch.Tensor) -> None:
-        filling = portion.filling
-        last = filling.offsets[list(filling.rows).index(portion.rows[-1])]
-        assert last + filling.tensor_bytes <= read_to
-        place_on_host(portion, memory)
-
-    monkeypatch.setattr(FilePass, "_fill", recording_fill)
-    monkeypatch.setattr(intake, "place_on_host", place)
-    files = Files(tmp_path, ["host"])
-    assert files.run() == []
-    files.expect_filled()
-
-
 @pytest.mark.parametrize("places", [["host"], ["device"]], ids=str)
 class TestFailures:
     def test_another_digest_and_a_file_cut_short_are_told_and_the_rest_is_read(
@@ -180,7 +157,7 @@ class TestFailures:
             file.write(b"\xff")
         os.truncate(files.paths[3], files.paths[3].stat().st_size - 100)
 
-        problems = Intake({files.targets[0].device}, 64, 64).run(tasks)
+        problems = Intake(tasks, 64).run().values()
 
         assert len(problems) == 2
         assert any(f"{files.paths[0]}: has digest " in problem for problem in problems)
@@ -195,9 +172,73 @@ class TestFailures:
         def fail(*_: Any) -> None:
             raise MemoryError("none left")
 
+        read: list[int] = []
+        fill = FilePass._fill
+        monkeypatch.setattr(FilePass, "_fill", lambda self, at, piece: fill(self, at, piece) or read.append(at))
+        monkeypatch.setattr(intake, "usable_cores", lambda: 1)
         monkeypatch.setattr(intake, f"place_on_{places[0]}", fail)
         with pytest.raises(MemoryError, match="none left"):
             Files(tmp_path, places).run()
+        assert len(read) < len(SHAPES)  # what is left is not read
+
+
+def test_a_file_in_several_tasks_is_told_once(tmp_path: Path) -> None:
+    files = Files(tmp_path, ["host"])
+    whole = next(task for task in files.tasks(digested=False) if task.reader.path == files.paths[1])
+    tasks = [replace(whole, tensors=part) for part in whole.layout.split(whole.tensors, 64)]
+    os.truncate(files.paths[1], len(whole.reader.head))
+
+    problems = Intake(tasks).run()
+
+    assert len(tasks) == 8
+    assert [reader.path for reader in problems] == [files.paths[1]]
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), RuntimeError("can't start new thread")], ids=repr)
+def test_the_caller_is_cut_short_before_all_tasks_are_handed_out(
+    error: BaseException, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    submitted = 0
+    submit = ThreadPoolExecutor.submit
+
+    def failing_submit(self: ThreadPoolExecutor, *what: Any) -> Any:
+        nonlocal submitted
+        submitted += 1
+        if submitted == 6:
+            threading.Event().wait(0.2)  # until the ring is full, and a thread waits for it
+            raise error
+        return submit(self, *what)
+
+    monkeypatch.setattr(ThreadPoolExecutor, "submit", failing_submit)
+    with pytest.raises(type(error)):
+        Files(tmp_path, ["device"]).run()
+
+
+def test_large_tensors_on_the_host_are_in_memory_a_few_at_a_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also beside an accelerator, whose chunks may be larger."""
+    monkeypatch.setattr(intake, "_HOST_CHUNK_BYTES", 32)
+    monkeypatch.setattr(intake, "_LARGE_TENSORS_BYTES", 130)
+    monkeypatch.setattr(intake, "usable_cores", lambda: 6)
+    now_bytes, most_bytes, lock = 0, 0, threading.Lock()
+
+    def place(portion: Portion, memory: torch.Tensor) -> None:
+        nonlocal now_bytes, most_bytes
+        large_bytes = len(memory) if len(memory) > 32 else 0
+        with lock:
+            now_bytes += large_bytes
+            most_bytes = max(most_bytes, now_bytes)
+        threading.Event().wait(0.005)
+        place_on_host(portion, memory)
+        with lock:
+            now_bytes -= large_bytes
+
+    monkeypatch.setattr(intake, "place_on_host", place)
+    files = Files(tmp_path, ["host", "host", "host", "device"])
+    assert files.run(buffer_bytes=1 << 10) == []
+    files.expect_filled()
+    assert most_bytes == 128
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), torch.OutOfMemoryError("no memory for a chunk")], ids=repr)

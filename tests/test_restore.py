@@ -132,6 +132,13 @@ def flip(path: Path, position: int) -> None:
     path.write_bytes(content)
 
 
+def raising(error: BaseException) -> Callable[..., None]:
+    def fail(*_: Any) -> None:
+        raise error
+
+    return fail
+
+
 PLACES = {"host": host, "device": emulated.to_device}
 
 
@@ -482,6 +489,21 @@ def shared_memory(trainer: Trainer) -> None:
     trainer.exports[-1] = Export(last.key, alias)
 
 
+def overlapping_memory(trainer: Trainer) -> None:
+    """The last parameter begins in the middle of another."""
+    last, wide = trainer.exports[-1], trainer.parameters[1].detach()
+    alias = torch.nn.Parameter(torch.as_strided(wide, last.parameter.shape, (last.parameter.shape[1], 1), 2))
+    trainer.parameters.append(alias)
+    trainer._states[alias] = {}
+    trainer._optimizer = None
+    trainer.exports[-1] = Export(last.key, alias)
+
+
+def one_tensor_for_both_moments(trainer: Trainer) -> None:
+    held = trainer.optimizer.state[trainer.optimizer.param_groups[0]["params"][0]]
+    held["exp_avg_sq"] = held["exp_avg"]
+
+
 def twice(trainer: Trainer) -> None:
     trainer.exports.append(trainer.exports[0])
 
@@ -512,6 +534,10 @@ MISMATCHES: dict[str, tuple[Callable[[Trainer], None], type[PackckptError], str]
     "two keys to one row": (two_keys_to_one_row, ExportError, "goes to the same place as .*; name one of them"),
     "rows of two steps": (rows_of_two_steps, ExportError, "its parameter has one step count, the checkpoint has diff"),
     "shared memory": (shared_memory, ExportError, "shares memory with .*; give every parameter and moment memory of"),
+    "overlapping memory": (overlapping_memory, ExportError, "shares memory with"),
+    "one tensor for both moments": (
+        one_tensor_for_both_moments, ExportError, f"{key_of('a', 0)}: exp_avg_sq: shares memory with .*: exp_avg;",
+    ),
     "key twice": (twice, ExportError, "exported twice"),
     "odd moment": (odd_moment, OptimizerError, r"exp_avg has shape \[5, 3, 2\]; expected that of the parameter, \[4"),
     "amsgrad": (amsgrad, OptimizerError, "uses amsgrad"),
@@ -612,9 +638,39 @@ class TestOneReading:
         with pytest.raises(CheckpointError) as caught:
             in_one_reading(tmp_path / "c", trainer.exports, trainer.optimizer, trainer.masters)
         assert f"{name}: has digest " in str(caught.value)
-        assert "parameters and optimizer hold parts of it: restore another checkpoint into them" in str(caught.value)
+        assert f"parameters and optimizer hold parts of {tmp_path / 'c'}: restore a checkpoint" in str(caught.value)
         assert len(caught.value.problems) == 1
         assert trainer.optimizer.state[trainer.masters[0][1]]["step"] is step
+
+    @pytest.mark.parametrize(
+        ("before", "after"), [(b'"BF16"', b'"F16" '), (b"[2,3]", b"[3,2]"), (b"experts", b"exparts")]
+    )
+    def test_a_header_that_fits_no_trainer(self, before: bytes, after: bytes, tmp_path: Path) -> None:
+        """The trainer is not at fault."""
+        save(tmp_path / "c", make(), with_state=False)
+        adapter = tmp_path / "c" / "adapter_model.safetensors"
+        content = adapter.read_bytes()
+        assert before in content
+        adapter.write_bytes(content.replace(before, after, 1))
+        trainer = scrambled(make())
+        before_restore = everything(trainer)
+
+        with pytest.raises(CheckpointError, match=r"adapter_model\.safetensors: has digest .*; the file was changed"):
+            in_one_reading(tmp_path / "c", trainer.exports, None)
+        assert everything(trainer) == before_restore
+
+    def test_an_interruption_says_that_parts_were_written(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        save(tmp_path / "c", make())
+        trainer = scrambled(make())
+        monkeypatch.setattr("packckpt.intake.place_on_host", raising(KeyboardInterrupt()))
+
+        with pytest.raises(KeyboardInterrupt) as caught:
+            in_one_reading(tmp_path / "c", trainer.exports, trainer.optimizer, trainer.masters)
+        assert caught.value.__notes__ == [
+            f"parameters and optimizer hold parts of {tmp_path / 'c'}: restore a checkpoint before they are used"
+        ]
 
     def test_a_file_that_nothing_is_restored_from(self, tmp_path: Path) -> None:
         save(tmp_path / "c", make())
@@ -782,6 +838,15 @@ def test_in_inference_mode_moments_are_made_that_an_optimizer_can_step(tmp_path:
     for name, value in wanted.items():
         assert torch.equal(fresh.state[parameter][name], value), name
     fresh.step()
+
+
+def test_what_was_made_in_inference_mode_is_restored_in_it(tmp_path: Path, restore: Restore) -> None:
+    """Threads have a mode of their own, and nothing but inference mode may change such tensors."""
+    save(tmp_path / "c", make())
+    with torch.inference_mode():
+        made = scrambled(make(state_dtype=torch.bfloat16))
+        restore(tmp_path / "c", made)
+        assert_same_content(now_held(made), expected_content(make(state_dtype=torch.bfloat16)))
 
 
 def test_parameters_without_data_are_refused(tmp_path: Path, restore_from: Restore) -> None:

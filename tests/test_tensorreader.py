@@ -107,3 +107,28 @@ def test_any_file(
     write_tensors(path, tensors)
 
     expect_same(TensorFileReader(path), tensors, tensors)
+
+
+@pytest.mark.parametrize("length", [10**6, 200_000_000, 2**63])
+def test_a_length_that_cannot_be_is_not_read(length: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The file is as long as its damaged header says, and takes no memory."""
+    with open(tmp_path / "f", "wb") as file:
+        file.write(length.to_bytes(8, "little"))
+        file.truncate(min(length, 300_000_000) + 7)
+    heads: list[int] = []
+    known = Headers.known
+    monkeypatch.setattr(Headers, "known", lambda self, head, *rest: heads.append(len(head)) or known(self, head, *rest))
+
+    with pytest.raises(ValueError, match="Expecting value"):
+        TensorFileReader(tmp_path / "f")
+    assert heads == [8]
+
+
+def test_readers_share_the_bytes_of_a_header(tmp_path: Path) -> None:
+    for name in "ab":
+        write_tensors(tmp_path / name, {"k": torch.arange(6.0)})
+    headers = Headers()
+    first, second = (TensorFileReader(tmp_path / name, headers) for name in "ab")
+
+    assert first.head is second.head
+    assert first.entries is second.entries

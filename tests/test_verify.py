@@ -274,6 +274,16 @@ class TestRightDigestsAroundWrongContent:
 
         assert problems(saved) == (f"{saved / name}: {message}",)
 
+    def test_three_files_with_one_wrong_header(self, saved: Path) -> None:
+        names = FILES[2:8:2]
+        for name in names:
+            tensors = load_file(saved / name)
+            save_file({**tensors, KEY: tensors[KEY].T.contiguous()}, saved / name)
+        reseal(saved)
+
+        assert len({(saved / name).read_bytes()[:80] for name in names}) == 1
+        assert set(problems(saved)) == {f"{saved / name}: {KEY} has shape [3, 2], the adapter [2, 3]" for name in names}
+
     @pytest.mark.parametrize("name", [ADAPTER, CONFIG_FILE])
     def test_another_file_as_an_optimizer_file(self, name: str, saved: Path) -> None:
         manifest = json.loads((saved / "checkpoint.json").read_text())
