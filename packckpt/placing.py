@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from typing import Any
 
+import numpy as np
 import torch
 
 from packckpt.fillings import Numbers, Portion
 from packckpt.merge import cut_shard
 from packckpt.progressions import paired_progressions, progressions
 from packckpt.transfer import reorder, same_bits
+
+Bits = np.ndarray[Any, Any]
 
 
 def place_on_host(portion: Portion, memory: torch.Tensor) -> None:
@@ -28,7 +32,14 @@ def place_on_host(portion: Portion, memory: torch.Tensor) -> None:
             reorder(destination[rows[0]], parts[0])
         else:
             # Row by row, threads would wait for one another's turn with the interpreter.
-            same_bits(destination)[rows] = same_bits(parts.to(destination.dtype))
+            _write_rows(same_bits(destination), rows, same_bits(parts.to(destination.dtype)))
+
+
+def _write_rows(destination: Bits, rows: Numbers, parts: Bits) -> None:
+    if parts.shape[1] > parts.shape[2]:
+        # numpy's inner loop runs over the last axis: a short one takes up to 1.6 times as long.
+        destination, parts = destination.swapaxes(1, 2), parts.swapaxes(1, 2)
+    destination[rows] = parts
 
 
 def place_on_device(portion: Portion, memory: torch.Tensor) -> None:

@@ -127,20 +127,28 @@ def _targets(contents: Contents, exports: Sequence[Export], state: AdamState | N
     for group in by_parameter.values():
         first = group[0]
         found = None if reader is None else reader.read(first.key, first.parameter)
-        steps = {} if reader is None else {export.key: contents.step(export.key) for export in group}
-        if len(set(steps.values())) > 1:
-            raise ExportError(
-                f"{first.key}: its parameter has one step count, the checkpoint has different ones for its rows: "
-                f"{named([f'{key}: {step}' for key, step in steps.items()], 4)}"
-            )
+        step = 0 if reader is None else _one_step(contents, group)
         options = {} if reader is None or found is None else reader.group_of(found.master)
-        targets.append(_Target(first.parameter, tuple(group), found, next(iter(steps.values()), 0), options))
+        targets.append(_Target(first.parameter, tuple(group), found, step, options))
     return targets
+
+
+def _one_step(contents: Contents, exports: Sequence[Export]) -> int:
+    """Return the step count of a parameter's exports."""
+    step = contents.step(exports[0].key)
+    steps = contents.manifest.steps
+    if any(steps[export.key] != step for export in exports):
+        raise ExportError(
+            f"{exports[0].key}: its parameter has one step count, the checkpoint has different ones for its rows: "
+            f"{named([f'{export.key}: {contents.step(export.key)}' for export in exports], 4)}"
+        )
+    return step
 
 
 def _expect_fitting(contents: Contents, target: _Target, known: set[_Cut]) -> None:
     """Refuse what cannot be placed; `known` holds cuts that are possible."""
     rows: dict[int | None, str] = {}
+    wanted = target.exports[0].shape  # of all of them: they are cut from one parameter
     expect_data(target.exports[0].key, [tensor for _, tensor in target.named])
     for export in target.exports:
         dtype_name, shape, *_ = contents.entry(export.key)
@@ -150,10 +158,10 @@ def _expect_fitting(contents: Contents, target: _Target, known: set[_Cut]) -> No
                 f"{export.key}: the checkpoint has dtype {dtype}, the parameter {target.parameter.dtype}; "
                 "expected one dtype"
             )
-        cut = (shape, export.shard, export.shape)
+        cut = (shape, export.shard, wanted)
         if cut not in known:
             # Without data: shapes decide whether the part can be cut.
-            cut_shard(export.key, torch.empty(shape, device="meta"), export.shard, export.shape)
+            cut_shard(export.key, torch.empty(shape, device="meta"), export.shard, wanted)
             known.add(cut)
         if rows.setdefault(export.expert, export.key) != export.key:
             raise ExportError(

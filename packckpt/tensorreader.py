@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import threading
 from collections.abc import Callable
 from typing import IO, Any
@@ -14,6 +15,11 @@ from packckpt.dtypes import DTYPE_OF_NAME
 from packckpt.tensorfile import TensorSpec, host_bytes
 
 _LARGEST_SIZE = 2**63 - 1  # of what torch counts in
+_PLAIN_ENTRY = re.compile(
+    r'"([^"\\]+)":\{"dtype":"([A-Z0-9_]+)","shape":\[((?:[0-9]{1,18}(?:,[0-9]{1,18})*)?)\],'
+    r'"data_offsets":\[([0-9]{1,18}),([0-9]{1,18})\]\}'
+)
+_PLAIN_ENTRY_LENGTH = len('"":{"dtype":"","shape":[],"data_offsets":[,]}')
 _LARGEST_HEADER_BYTES = 100_000_000  # what safetensors takes
 # dtype as the header has it, shape, first byte and the one behind the last, counted from the file's start
 Entry = tuple[str, tuple[int, ...], int, int]
@@ -137,6 +143,36 @@ def _name_for_torch(path: str | os.PathLike[str], descriptor: int) -> str:
 
 
 def _parse(head: bytes) -> dict[str, Entry]:
+    return _parse_plain(head) or _parse_json(head)
+
+
+def _parse_plain(head: bytes) -> dict[str, Entry] | None:
+    """Parse a header without spaces, metadata and escapes, as this package writes them, in half the time; else None."""
+    try:
+        text = head[8:].decode().rstrip(" ")
+    except UnicodeDecodeError:
+        return None
+    start, shapes = len(head), _Shapes()
+    entries: dict[str, Entry] = {}
+    matched = 0
+    for name, dtype_name, shape, begin, end in (found := _PLAIN_ENTRY.findall(text)):
+        entries[name] = dtype_name, shapes[shape], start + int(begin), start + int(end)
+        matched += len(name) + len(dtype_name) + len(shape) + len(begin) + len(end)
+    # Between the entries there is room for commas and braces alone.
+    if matched + len(found) * (_PLAIN_ENTRY_LENGTH + 1) + 1 != len(text) or len(entries) != len(found):
+        return None
+    return entries
+
+
+class _Shapes(dict[str, tuple[int, ...]]):
+    """Shapes by their text: most tensors of a file have one of a few."""
+
+    def __missing__(self, text: str) -> tuple[int, ...]:
+        shape = self[text] = tuple(map(int, text.split(","))) if text else ()
+        return shape
+
+
+def _parse_json(head: bytes) -> dict[str, Entry]:
     start = len(head)
 
     def compact(fields: dict[str, Any]) -> dict[str, Any] | Entry:

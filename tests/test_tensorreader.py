@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 
@@ -14,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
+from packckpt import tensorreader
 from packckpt.tensorfile import tensor_bytes, write_tensors
 from packckpt.tensorreader import Headers, TensorFileReader, spec_of
 from tests.builders import arange, assert_same_tensor
@@ -42,10 +42,56 @@ def test_what_is_aligned_is_not_copied(tmp_path: Path) -> None:
     assert reader.tensor("k").data_ptr() == reader.data(len(reader.head), reader.size_bytes).data_ptr()
 
 
+def head_of(path: Path) -> bytes:
+    return TensorFileReader(path).head
+
+
+@given(
+    shapes=st.dictionaries(
+        st.text(min_size=1, max_size=6).filter(lambda name: name != "__metadata__"),
+        st.lists(st.integers(0, 3), max_size=3),
+        max_size=6,
+    ),
+    metadata=st.none() | st.dictionaries(st.text(max_size=3), st.text(max_size=3), max_size=2),
+)
+def test_a_header_says_the_same_either_way(
+    tmp_path_factory: pytest.TempPathFactory, shapes: dict[str, list[int]], metadata: dict[str, str] | None
+) -> None:
+    path = tmp_path_factory.mktemp("head") / "f"
+    # Without tensors safetensors writes metadata that is no JSON.
+    save_file({name: torch.zeros(shape) for name, shape in shapes.items()}, path, metadata=metadata if shapes else None)
+    head = head_of(path)
+    plain = tensorreader._parse_plain(head)
+
+    assert plain in (None, tensorreader._parse_json(head))
+    if shapes and metadata is None and "\\" not in head[8:].decode():
+        assert plain is not None
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda text: text.replace(":[2,3]", ": [2,3]"),
+        lambda text: text.replace('"b"', '"\\u0062"'),
+        lambda text: text.replace("{", '{"__metadata__":{"a":"b"},', 1),
+        lambda text: text.replace('"dtype":"F32","shape":[2,3]', '"shape":[2,3],"dtype":"F32"', 1),
+    ],
+)
+def test_other_headers_are_left_to_json(change: Callable[[str], str], tmp_path: Path) -> None:
+    write_tensors(tmp_path / "f", {"a": arange(2, 3), "b": arange(2, 3)})
+    text = head_of(tmp_path / "f")[8:].decode().rstrip()
+    changed = change(text)
+    assert changed != text
+
+    assert tensorreader._parse_plain(b"\0" * 8 + text.encode()) is not None
+    assert tensorreader._parse_plain(b"\0" * 8 + changed.encode()) is None
+    assert set(tensorreader._parse_json(b"\0" * 8 + changed.encode())) == {"a", "b"}
+
+
 def test_a_header_is_parsed_once_for_files_that_share_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     parsed: list[bytes] = []
-    parse = json.loads
-    monkeypatch.setattr(json, "loads", lambda text, **options: parsed.append(text) or parse(text, **options))
+    parse = tensorreader._parse
+    monkeypatch.setattr(tensorreader, "_parse", lambda head: parsed.append(head) or parse(head))
     headers, checked = Headers(), []
     for name, factor in (("a", 1), ("b", 2)):
         write_tensors(tmp_path / name, {"k": factor * torch.arange(6.0).reshape(2, 3)})
