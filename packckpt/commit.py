@@ -160,7 +160,7 @@ class Commit:
                 for name, component in alike.components.items():
                     writer = TensorFileWriter(root / name, header, durable=self.durable)
                     writers.append(writer)
-                    for window in self._windows(alike.keys):
+                    for window in self._windows(component, alike.keys):
                         parts = list(self._merged_window(component, window, fetch))
                         strands.submit(name, partial(writer.append, *parts), size_bytes=sum(map(len, parts)))
                     strands.submit(name, partial(_finish, writer, name, digests))
@@ -178,11 +178,12 @@ class Commit:
             return header_of(((key, made_of.spec(made_of.dtype)) for key, made_of in tensors), ascii_header=True)
         return header_of((key, made_of.spec(STATE_DTYPE)) for key, made_of in tensors)
 
-    def _windows(self, keys: Iterable[str]) -> Iterator[list[str]]:
+    def _windows(self, component: str, keys: Iterable[str]) -> Iterator[list[str]]:
         window: list[str] = []
         size = 0
         for key in keys:
-            key_bytes = self.merged.compositions[key].spec(STATE_DTYPE).bytes
+            made_of = self.merged.compositions[key]
+            key_bytes = made_of.spec(made_of.dtype if component == WEIGHTS else STATE_DTYPE).bytes
             if window and size + key_bytes > WINDOW_BYTES:
                 yield window
                 window, size = [], 0

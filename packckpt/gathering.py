@@ -12,6 +12,7 @@ from packckpt.transfer import same_bits
 from packckpt.windows import FilePlan, Run
 
 _BLOCK = 64  # columns that are transposed together
+_UNSHARED_ELEMENTS = 32_767  # torch works on as many with the thread that asks (at::internal::GRAIN_SIZE)
 
 
 class Sources:
@@ -63,13 +64,13 @@ class HostGather:
                 part = source[rows.start : rows.stop : rows.step, run.start : run.stop]
                 destination = self._destination(run, places)
                 if isinstance(part, torch.Tensor):
-                    torch.from_numpy(destination).view(self._dtype).copy_(part)
+                    _convert(torch.from_numpy(destination).view(self._dtype), part)
                 else:
                     _transpose(destination, part)
 
     def _source(self, sources: Sources, run: Run) -> torch.Tensor | np.ndarray[Any, Any]:
         exported = sources.exported(run.number)
-        # numpy stays on this thread, where torch shares a large copy among threads that the save keeps busy.
+        # numpy stays on its thread, where torch shares a large copy among threads that the save keeps busy.
         return sources.bits(run.number) if exported.dtype is self._dtype else exported
 
     def _destination(self, run: Run, places: range) -> np.ndarray[Any, Any]:
@@ -81,6 +82,21 @@ class HostGather:
             places.start * itemsize,
             (places.step * itemsize, run.columns * itemsize, itemsize),
         )
+
+
+def _convert(destination: torch.Tensor, source: torch.Tensor) -> None:
+    """Copy `[rows, out, in]` to another dtype, in pieces that torch does not share among threads.
+
+    It would make a team of threads for each thread that asks for more.
+    """
+    _, height, columns = source.shape
+    across = min(columns, _UNSHARED_ELEMENTS)
+    down = max(1, _UNSHARED_ELEMENTS // max(1, across))
+    for row in range(len(source)):
+        for top in range(0, height, down):
+            for left in range(0, columns, max(1, across)):
+                piece = row, slice(top, top + down), slice(left, left + across)
+                destination[piece].copy_(source[piece])
 
 
 def _transpose(destination: np.ndarray[Any, Any], source: np.ndarray[Any, Any]) -> None:

@@ -200,7 +200,7 @@ def _expect_shards(key: str, taken: Sequence[Part]) -> None:
 
 def _expect_alike(key: str, first: Part, part: Part) -> None:
     for what, ours, theirs in (
-        ("shards", _layout(first.description), _layout(part.description)),
+        ("shards", _split(first.description), _split(part.description)),
         ("dtype", first.description.dtype, part.description.dtype),
         ("size across the shard axis", _cross_extent(first.description), _cross_extent(part.description)),
     ):
@@ -210,7 +210,7 @@ def _expect_alike(key: str, first: Part, part: Part) -> None:
             )
 
 
-def _layout(description: Description) -> tuple[object, ...] | None:
+def _split(description: Description) -> tuple[object, ...] | None:
     shard = description.shard
     return None if shard is None else (shard.world_size, shard.dim, shard.component_sizes)
 

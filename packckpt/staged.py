@@ -47,7 +47,7 @@ class StagedSnapshot(Snapshot):
         self._gathers_too = False
         # One for each window: small beside the window, and gone when all are written.
         self._arrivals: list[Callable[[], None]] = []
-        self._last_header = "", Header(b"", 0)
+        self._last_header: tuple[str, Header] | None = None
 
     @property
     def whole_files(self) -> dict[str, str]:
@@ -78,6 +78,7 @@ class StagedSnapshot(Snapshot):
                 for arrive in self._arrivals:
                     arrive()
         except BaseException:
+            # Slots of jobs that were dropped are free, though a gather may still write into them.
             stager.drop_ring()
             raise
 
@@ -128,11 +129,9 @@ class StagedSnapshot(Snapshot):
         """Return the header of a file; the components of a block, which follow one another, share one."""
         if file.block is None:
             return header_of(_specs(file), ascii_header=True)
-        block, header = self._last_header
-        if block != file.block:
-            header = header_of(_specs(file))
-            self._last_header = file.block, header
-        return header
+        if self._last_header is None or self._last_header[0] != file.block:
+            self._last_header = file.block, header_of(_specs(file))
+        return self._last_header[1]
 
     def _submit_window(self, strand: str, writer: TensorFileWriter, arrival: Arrival, slot: Slot) -> None:
         assert self._strands is not None

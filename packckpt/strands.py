@@ -63,8 +63,8 @@ class Strands:
             work: the job.
             release: lets go of what it holds.
             size_bytes: what counts towards `most_bytes`.
-            ahead: a part of the work that may be done before its turn, by a thread that finds every strand busy.
-                The work begins with it too, and has to wait where it has begun already.
+            ahead: a part of the work that may be done before its turn, by a thread that finds every strand busy;
+                it must not wait for another job. The work begins with it too, and waits where it has begun already.
 
         Raises:
             BaseException: what an earlier job raised; the new one is dropped.
@@ -98,6 +98,11 @@ class Strands:
     def _close(self) -> None:
         with self._changed:
             self._closing = True
+            # No more come. A strand that is left to the end would keep one thread busy while the others have none.
+            left_bytes: dict[Hashable, int] = {}
+            for job in self._waiting:
+                left_bytes[job.strand] = left_bytes.get(job.strand, 0) + job.size_bytes
+            self._waiting = deque(sorted(self._waiting, key=lambda job: -left_bytes[job.strand]))
             self._changed.notify_all()
         for thread in self._threads:
             thread.join()
@@ -111,10 +116,11 @@ class Strands:
         """Wait for a job whose strand is free, or for what can be done ahead of one; None when all are taken."""
         with self._changed:
             while True:
-                if (job := self._free_job()) is not None:
-                    self._waiting.remove(job)
-                    self._busy[job.strand] = job
-                    return partial(self._finish_job, job)
+                for job in self._waiting:
+                    if job.strand not in self._busy:
+                        self._waiting.remove(job)
+                        self._busy[job.strand] = job
+                        return partial(self._finish_job, job)
                 for job in self._waiting:
                     if job.ahead is not None:
                         ahead, job.ahead = job.ahead, None
@@ -122,19 +128,6 @@ class Strands:
                 if self._closing and not self._waiting:
                     return None
                 self._changed.wait()
-
-    def _free_job(self) -> _Job | None:
-        """Return the first job of a strand that is free: the oldest, and when no more come, of the longest one."""
-        first: dict[Hashable, _Job] = {}
-        left_bytes: dict[Hashable, int] = {}
-        for job in self._waiting:
-            if job.strand not in self._busy:
-                first.setdefault(job.strand, job)
-                if not self._closing:
-                    return job
-                left_bytes[job.strand] = left_bytes.get(job.strand, 0) + job.size_bytes
-        # A strand that is left to the end would keep one thread busy while the others have nothing to do.
-        return first[max(left_bytes, key=left_bytes.__getitem__)] if first else None
 
     def _finish_job(self, job: _Job) -> None:
         try:

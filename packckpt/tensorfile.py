@@ -75,6 +75,8 @@ def host_bytes(data: torch.Tensor) -> memoryview:
 class TensorFileWriter:
     """Write one file whose tensors are known beforehand and arrive in key order.
 
+    It is opened when its first bytes are written, by the thread that writes them: many may be under way.
+
     Args:
         path: a file that does not exist yet.
         header: says which tensors.
@@ -92,36 +94,36 @@ class TensorFileWriter:
         durable: bool = False,
         digested: bool = True,
     ) -> None:
-        self._expected_bytes = header.data_bytes
+        self._path = path
+        self._header = header
         self._written_bytes = 0
         self._durable = durable
         self._digest = new_digest() if digested else None
-        self._file: IO[bytes] = create_file(path, buffering=0)
-        try:
-            self._put([memoryview(header.content)])
-        except BaseException:
-            self._file.close()
-            raise
+        self._file: IO[bytes] | None = None
 
     def append(self, *parts: memoryview) -> None:
         """Write the next bytes of the data section, given in one or many parts."""
         self._written_bytes += sum(map(len, parts))
-        self._put(parts)
+        self._put(self._opened(), parts)
 
     def finish(self) -> str:
         """Flush, sync where durable, and return the digest of the file as hex (empty if not digested)."""
-        if self._written_bytes != self._expected_bytes:
-            raise RuntimeError(f"{self._file.name}: {self._written_bytes} of {self._expected_bytes} bytes were written")
-        with naming(self._file.name):
+        if self._written_bytes != self._header.data_bytes:
+            raise RuntimeError(
+                f"{os.fspath(self._path)}: {self._written_bytes} of {self._header.data_bytes} bytes were written"
+            )
+        file = self._opened()
+        with naming(self._path):
             if self._durable:
-                sync_file(self._file)
-            self._file.close()
+                sync_file(file)
+            file.close()
         return self._digest.hexdigest() if self._digest else ""
 
     def discard(self) -> None:
         """Close the file without an error; it is about to be removed."""
-        with suppress(OSError):  # a full disk fails again on closing; the first error is the one to tell
-            self._file.close()
+        if self._file is not None:
+            with suppress(OSError):  # a full disk fails again on closing; the first error is the one to tell
+                self._file.close()
 
     def __enter__(self) -> TensorFileWriter:
         return self
@@ -131,13 +133,19 @@ class TensorFileWriter:
     ) -> None:
         self.discard()
 
-    def _put(self, parts: Sequence[memoryview]) -> None:
-        with naming(self._file.name):
+    def _opened(self) -> IO[bytes]:
+        if self._file is None:
+            self._file = create_file(self._path, buffering=0)
+            self._put(self._file, [memoryview(self._header.content)])
+        return self._file
+
+    def _put(self, file: IO[bytes], parts: Sequence[memoryview]) -> None:
+        with naming(self._path):
             for batch in _batches(parts):
                 if self._digest:
                     for part in batch:
                         self._digest.update(part)
-                _write_all(self._file.fileno(), batch)
+                _write_all(file.fileno(), batch)
 
 
 def _batches(parts: Iterable[memoryview]) -> Iterator[list[memoryview]]:

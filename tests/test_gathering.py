@@ -7,7 +7,7 @@ import threading
 import pytest
 import torch
 
-from packckpt import plan_transfers
+from packckpt import gathering, plan_transfers
 from packckpt.gathering import HostGather, Sources
 from tests.builders import STRIDES, Trainer, expected_content
 
@@ -45,6 +45,28 @@ def test_transposed_in_blocks_or_at_once(shape: tuple[int, int], strides: str, d
     found = gathered(trainer, "lora")
     assert len(found) == sum(map(len, ROWS)) + 1
     assert all(torch.equal(value, expected[f"lora/{key}"]) for key, value in found.items())
+
+
+@pytest.mark.parametrize("most", [1, 5, 66, 132, 1 << 20])
+def test_converted_in_pieces_that_torch_does_not_share(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gathering, "_UNSHARED_ELEMENTS", most)
+    converted: list[int] = []
+    copy = torch.Tensor.copy_
+
+    def recording_copy(self: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+        converted.append(source.numel())
+        return copy(self, source)
+
+    trainer = Trainer()
+    trainer.packed("a", experts=3, rows=10, columns=66, state_dtype=torch.bfloat16)
+    trainer.dense("d", 7, 9, state_dtype=torch.float64)
+    expected = expected_content(trainer)
+    monkeypatch.setattr(torch.Tensor, "copy_", recording_copy)
+    found = gathered(trainer, "exp_avg")
+    monkeypatch.undo()
+    assert all(torch.equal(value, expected[f"exp_avg/{key}"]) for key, value in found.items())
+    assert max(converted) <= most
+    assert sum(converted) == 3 * 660 + 63
 
 
 @pytest.mark.parametrize("inference", [False, True])

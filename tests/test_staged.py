@@ -20,6 +20,7 @@ from packckpt.gathering import HostGather
 from packckpt.progressions import progressions
 from packckpt.ring import Ring, Slot
 from packckpt.staging import Arrival, Stager
+from packckpt.strands import Strands
 from packckpt.tensorfile import TensorFileWriter
 from tests import emulated
 from tests.builders import (
@@ -31,6 +32,7 @@ from tests.builders import (
     expected_content,
     names_in,
     read_content,
+    save,
 )
 
 emulated.install_or_skip()
@@ -608,3 +610,22 @@ def test_200_saves_leak_nothing(tmp_path: Path, place: Callable[[torch.Tensor], 
         gc.collect()
         assert (threading.active_count(), len(os.listdir("/proc/self/fd")), emulated.memory_allocated()) == before
     assert len(names_in(tmp_path)) == 201
+
+
+def test_only_what_the_cpu_gathers_is_done_ahead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread that waits for a device would be missing elsewhere."""
+    ahead: dict[str, list[bool]] = {"host": [], "device": []}
+    submit = Strands.submit
+    places = {"host": lambda tensor: tensor, "device": emulated.to_device}
+    for name, place in places.items():
+        trainer = Trainer(place)
+        trainer.packed("a")
+
+        def recording_submit(self: Strands, strand: Any, work: Any, *rest: Any, name: str = name) -> None:
+            if rest:
+                ahead[name].append(rest[2] is not None)
+            submit(self, strand, work, *rest)
+
+        monkeypatch.setattr(Strands, "submit", recording_submit)
+        save(tmp_path / name, trainer, "staged")
+    assert ahead == {"host": [True] * 4, "device": [False] * 4}

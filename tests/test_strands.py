@@ -153,4 +153,4 @@ def test_when_no_more_come_the_longest_strand_goes_first() -> None:
         pass
     go.set()
     finishing.join()
-    assert done == [("b", 0), ("b", 1), ("a", 0), ("c", 0), ("b", 2)]
+    assert done == [("b", 0), ("b", 1), ("b", 2), ("a", 0), ("c", 0)]

@@ -159,18 +159,29 @@ class TestWriter:
         (tmp_path / "f").write_text("mine")
 
         with pytest.raises(FileExistsError):
-            TensorFileWriter(tmp_path / "f", header_of([]))
+            TensorFileWriter(tmp_path / "f", header_of([])).finish()
         assert (tmp_path / "f").read_text() == "mine"
 
     def test_names_the_file_where_the_disk_is_full(self) -> None:
         """/dev/full takes nothing, and the error of `write` does not know the name."""
-        writer = TensorFileWriter.__new__(TensorFileWriter)
-        writer._digest, writer._written_bytes, writer._expected_bytes, writer._durable = None, 0, 0, False
+        writer = TensorFileWriter("/dev/full", header_of([]))
         writer._file = open("/dev/full", "wb", buffering=0)  # noqa: SIM115
         with pytest.raises(OSError, match="/dev/full") as caught, writer:
             writer.append(b"x")
         assert caught.value.errno == errno.ENOSPC
         assert writer._file.closed
+
+    def test_many_under_way_hold_no_descriptor_before_they_write(self, tmp_path: Path) -> None:
+        before = set(os.listdir("/proc/self/fd"))
+        header = header_of([("a", TensorSpec(torch.float32, (3,)))])
+        writers = [TensorFileWriter(tmp_path / str(number), header) for number in range(50)]
+        assert not list(tmp_path.iterdir())
+        assert set(os.listdir("/proc/self/fd")) == before
+        for number, writer in enumerate(writers):
+            writer.append(tensor_bytes(torch.arange(3.0) + number))
+            writer.finish()
+        assert set(os.listdir("/proc/self/fd")) == before
+        assert load_file(tmp_path / "49")["a"].tolist() == [49, 50, 51]
 
     def test_undigested_gives_no_digest(self, tmp_path: Path) -> None:
         with TensorFileWriter(tmp_path / "f", header_of([]), digested=False) as writer:
