@@ -99,6 +99,7 @@ def report(samples: Samples, size_bytes: int) -> str:
         ("staged save", ("slice save",), 1 / 3),
         ("staged save", (floor,), 2.0),
         ("restore", ("read and hash",), 1.5),
+        ("restore", ("read and hash", "transpose"), 1.5),
         ("load, then restore", ("read and hash",), 1.5),
     ]
     lines.append("")
