@@ -8,11 +8,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from packckpt.transfer import same_bits
+from packckpt.transfer import convert, same_bits
 from packckpt.windows import FilePlan, Run
 
 _BLOCK = 64  # columns that are transposed together
-_UNSHARED_ELEMENTS = 32_767  # torch works on as many with the thread that asks (at::internal::GRAIN_SIZE)
 
 
 class Sources:
@@ -64,7 +63,7 @@ class HostGather:
                 part = source[rows.start : rows.stop : rows.step, run.start : run.stop]
                 destination = self._destination(run, places)
                 if isinstance(part, torch.Tensor):
-                    _convert(torch.from_numpy(destination).view(self._dtype), part)
+                    convert(torch.from_numpy(destination).view(self._dtype), part)
                 else:
                     _transpose(destination, part)
 
@@ -82,21 +81,6 @@ class HostGather:
             places.start * itemsize,
             (places.step * itemsize, run.columns * itemsize, itemsize),
         )
-
-
-def _convert(destination: torch.Tensor, source: torch.Tensor) -> None:
-    """Copy `[rows, out, in]` to another dtype, in pieces that torch does not share among threads.
-
-    It would make a team of threads for each thread that asks for more.
-    """
-    _, height, columns = source.shape
-    across = min(columns, _UNSHARED_ELEMENTS)
-    down = max(1, _UNSHARED_ELEMENTS // max(1, across))
-    for row in range(len(source)):
-        for top in range(0, height, down):
-            for left in range(0, columns, max(1, across)):
-                piece = row, slice(top, top + down), slice(left, left + across)
-                destination[piece].copy_(source[piece])
 
 
 def _transpose(destination: np.ndarray[Any, Any], source: np.ndarray[Any, Any]) -> None:

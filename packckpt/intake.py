@@ -24,7 +24,7 @@ from packckpt.tensorreader import TensorFileReader
 from packckpt.verify import digest_problem, unreadable_problem
 from packckpt.windows import DEFAULT_BUFFER_BYTES
 
-_HOST_CHUNK_BYTES = 8 << 20
+_HOST_CHUNK_BYTES = 8 << 20  # smaller ones take more turns with the interpreter than a cache gives back
 _CHUNKS_OF_RING = 8  # as many threads can read and digest at once
 _LARGE_TENSORS_BYTES = 128 << 20  # of those that are larger than a chunk, in memory at once
 TASK_BYTES = 16 << 20  # of a file that is not digested, so that several threads can share it

@@ -12,7 +12,7 @@ import torch
 from packckpt.fillings import Numbers, Portion
 from packckpt.merge import cut_shard
 from packckpt.progressions import paired_progressions, progressions
-from packckpt.transfer import reorder, same_bits
+from packckpt.transfer import convert, reorder, same_bits
 
 Bits = np.ndarray[Any, Any]
 
@@ -32,7 +32,15 @@ def place_on_host(portion: Portion, memory: torch.Tensor) -> None:
             reorder(destination[rows[0]], parts[0])
         else:
             # Row by row, threads would wait for one another's turn with the interpreter.
-            _write_rows(same_bits(destination), rows, same_bits(parts.to(destination.dtype)))
+            _write_rows(same_bits(destination), rows, same_bits(_in_dtype(parts, destination.dtype)))
+
+
+def _in_dtype(parts: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    if parts.dtype is dtype:
+        return parts
+    converted = torch.empty(parts.shape, dtype=dtype)
+    convert(converted, parts)
+    return converted
 
 
 def _write_rows(destination: Bits, rows: Numbers, parts: Bits) -> None:
@@ -48,10 +56,9 @@ def place_on_device(portion: Portion, memory: torch.Tensor) -> None:
     for found, stack in _stacks(portion, memory):
         parts = _cut(portion, stack)
         for taken, rows in paired_progressions(range(len(found)), portion.rows[found.start : found.stop].tolist()):
-            source = parts[taken.start : taken.stop : taken.step]
-            destination[rows.start : rows.stop : rows.step].copy_(
-                source
-            )  # transposed and converted by the one operation
+            into = destination[rows.start : rows.stop : rows.step]
+            # Transposed and converted by the one operation.
+            into.copy_(parts[taken.start : taken.stop : taken.step])
 
 
 def _cut(portion: Portion, stack: torch.Tensor) -> torch.Tensor:

@@ -16,6 +16,7 @@ from packckpt.optimizer import COMPONENTS, ParameterState, step_number
 from packckpt.plan import BlockPlan, PathName, Unit
 
 _BITS_OF_ITEMSIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_UNSHARED_ELEMENTS = 32_767  # torch works on as many with the thread that asks (at::internal::GRAIN_SIZE)
 Kind = Literal["weight", "optimizer", "step"]
 
 
@@ -209,15 +210,30 @@ def copy_in(
 
 
 def reorder(destination: torch.Tensor, source: torch.Tensor) -> None:
-    """Copy one host tensor to another of its shape, of any strides, on the calling thread alone.
+    """Copy one host matrix to another of its shape, of any strides and dtype, on the calling thread alone.
 
     torch shares a large copy among its threads, and on a machine whose cores are busy writing and hashing it then
-    waits for them: 8 ms for 8 MiB that numpy copies in 1 ms (two cores, both in use). A conversion is torch's.
+    waits for them: 8 ms for 8 MiB that numpy copies in 1 ms (two cores, both in use).
     """
-    if source.dtype is not destination.dtype:
-        destination.copy_(source)
-        return
-    np.copyto(same_bits(destination), same_bits(source))
+    if source.dtype is destination.dtype:
+        np.copyto(same_bits(destination), same_bits(source))
+    else:
+        convert(destination[None], source[None])
+
+
+def convert(destination: torch.Tensor, source: torch.Tensor) -> None:
+    """Copy host matrices `[number, rows, columns]` to another dtype, on the calling thread alone.
+
+    In pieces that torch does not share: it would make a team of threads for each thread that asks for more.
+    """
+    _, height, columns = source.shape
+    across = max(1, min(columns, _UNSHARED_ELEMENTS))
+    down = max(1, _UNSHARED_ELEMENTS // across)
+    for number in range(len(source)):
+        for top in range(0, height, down):
+            for left in range(0, columns, across):
+                piece = number, slice(top, top + down), slice(left, left + across)
+                destination[piece].copy_(source[piece])
 
 
 def same_bits(tensor: torch.Tensor) -> np.ndarray[Any, Any]:

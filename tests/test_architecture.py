@@ -151,14 +151,13 @@ class TestDirection:
 
         assert {name: calls for name, calls in found.items() if calls} == {
             "transfer": ["copy_", "copy_", "item", "numpy", "to", "to"],
-            "gathering": ["copy_"],  # within the host
             "staging": ["copy_", "copy_"],  # within the device, and within the host
             "windows": ["tolist", "tolist", "tolist"],  # of numbers of a plan
             "staged": ["tolist"],
             "tensorfile": ["numpy"],  # of host memory
             "ranks": ["numpy"],  # of host memory
             "fillings": ["tolist", "tolist", "tolist", "tolist"],  # of numpy arrays
-            "placing": ["copy_", "to", "tolist", "tolist"],  # to rows, on the host or within the device
+            "placing": ["copy_", "tolist", "tolist"],  # to rows, on the host or within the device
             "intake": ["to"],  # to the device
             "restore": ["item", "to"],  # a step, to the device
         }

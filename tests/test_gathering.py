@@ -7,7 +7,7 @@ import threading
 import pytest
 import torch
 
-from packckpt import gathering, plan_transfers
+from packckpt import plan_transfers, transfer
 from packckpt.gathering import HostGather, Sources
 from tests.builders import STRIDES, Trainer, expected_content
 
@@ -49,7 +49,7 @@ def test_transposed_in_blocks_or_at_once(shape: tuple[int, int], strides: str, d
 
 @pytest.mark.parametrize("most", [1, 5, 66, 132, 1 << 20])
 def test_converted_in_pieces_that_torch_does_not_share(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gathering, "_UNSHARED_ELEMENTS", most)
+    monkeypatch.setattr(transfer, "_UNSHARED_ELEMENTS", most)
     converted: list[int] = []
     copy = torch.Tensor.copy_
 

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from packckpt import Export, Shard
+from packckpt import Export, Shard, transfer
 from packckpt.fillings import Filling, Portion
 from packckpt.placing import place_on_device, place_on_host
 from packckpt.tensorfile import tensor_bytes
@@ -61,6 +61,30 @@ def test_rows_in_any_order(where: Callable[[torch.Tensor], torch.Tensor], dtype:
     wanted = torch.zeros(7, 3, 5)
     wanted[rows] = source[rows]
     assert_same_tensor(on_host(target), wanted.transpose(1, 2).contiguous().to(dtype))
+
+
+def test_what_is_converted_is_no_work_for_torchs_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transfer, "_UNSHARED_ELEMENTS", 4)
+    converted: list[int] = []
+    copy = torch.Tensor.copy_
+
+    def recording_copy(self: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+        converted.append(source.numel())
+        return copy(self, source)
+
+    source, target = arange(6, 3, 5, dtype=torch.float32), torch.zeros(6, 5, 3, dtype=torch.float64)
+    monkeypatch.setattr(torch.Tensor, "copy_", recording_copy)
+    for rows in ([3], [4, 0, 1]):
+        place(
+            target.transpose(1, 2), Export("k", target, expert=0), [source[row] for row in rows], rows, [0] * len(rows)
+        )
+    monkeypatch.undo()
+    wanted = torch.zeros(6, 5, 3, dtype=torch.float64)
+    for row in (3, 4, 0, 1):
+        wanted[row] = source[row].T
+    assert_same_tensor(target, wanted)
+    assert max(converted) <= 4
+    assert sum(converted) == 4 * 15
 
 
 @PLACES
