@@ -13,7 +13,6 @@ from typing import Any
 import torch
 
 from packckpt.disk import create_file, naming, remove_tree, rename_new, sync_directory, sync_file, sync_tree
-from packckpt.dtypes import STATE_DTYPE
 from packckpt.errors import CheckpointError, SaveError
 from packckpt.manifest import (
     ADAPTER_FILE,
@@ -30,7 +29,7 @@ from packckpt.optimizer import COMPONENTS, Hyperparameters
 from packckpt.strands import Strands
 from packckpt.tensorfile import Header, TensorFileWriter, header_of, new_digest, tensor_bytes
 from packckpt.verify import verify_checkpoint
-from packckpt.windows import WEIGHTS
+from packckpt.windows import WEIGHTS, stored_dtype
 
 # Fetched at once; two such windows may wait to be written, one is being fetched and one joined.
 WINDOW_BYTES = 32 << 20
@@ -173,17 +172,15 @@ class Commit:
         return digests
 
     def _header_of(self, alike: AlikeFiles) -> Header:
-        tensors = ((key, self.merged.compositions[key]) for key in alike.keys)
-        if WEIGHTS in alike.components.values():
-            return header_of(((key, made_of.spec(made_of.dtype)) for key, made_of in tensors), ascii_header=True)
-        return header_of((key, made_of.spec(STATE_DTYPE)) for key, made_of in tensors)
+        component = next(iter(alike.components.values()))  # the components of a block have one header
+        tensors = ((key, self.merged.compositions[key].spec(component)) for key in alike.keys)
+        return header_of(tensors, ascii_header=component == WEIGHTS)
 
     def _windows(self, component: str, keys: Iterable[str]) -> Iterator[list[str]]:
         window: list[str] = []
         size = 0
         for key in keys:
-            made_of = self.merged.compositions[key]
-            key_bytes = made_of.spec(made_of.dtype if component == WEIGHTS else STATE_DTYPE).bytes
+            key_bytes = self.merged.compositions[key].spec(component).bytes
             if window and size + key_bytes > WINDOW_BYTES:
                 yield window
                 window, size = [], 0
@@ -317,7 +314,7 @@ def _finish(writer: TensorFileWriter, name: str, digests: dict[str, str]) -> Non
 
 
 def _joined(component: str, composition: Composition, datas: Sequence[memoryview]) -> memoryview:
-    dtype = composition.dtype if component == WEIGHTS else STATE_DTYPE
+    dtype = stored_dtype(component, composition.dtype)
     shapes = [part.description.shape for part in composition.parts]
     tensors = [_tensor(data, dtype, shape) for data, shape in zip(datas, shapes, strict=True)]
     return tensor_bytes(join_parts(composition, tensors))

@@ -86,7 +86,7 @@ class FilePass:
         self._file.seek(start)
         filled = 0
         while filled < len(piece):
-            count = self._file.readinto(piece[filled:])  # type: ignore[attr-defined]  # an unbuffered file
+            count = self._file.readinto(piece[filled:])
             if not count:
                 raise OSError(f"ends at byte {start + filled}, had {self._reader.size_bytes} bytes when it was opened")
             filled += count

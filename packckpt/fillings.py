@@ -5,14 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
 
 from packckpt.exports import Export
-
-Numbers = np.ndarray[Any, np.dtype[np.int64]]
+from packckpt.progressions import Numbers
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from queue import SimpleQueue
-from typing import Any
 
 import torch
 
@@ -17,7 +16,7 @@ from packckpt.fillings import Chunk, FileLayout, Portion
 from packckpt.placing import place_on_device, place_on_host
 from packckpt.ring import Ring, Slot
 from packckpt.room import Room
-from packckpt.staging import make_ring
+from packckpt.staging import departure, make_ring, overlaps
 from packckpt.strands import MOST_THREADS, usable_cores
 from packckpt.tensorfile import host_bytes
 from packckpt.tensorreader import TensorFileReader
@@ -176,9 +175,8 @@ class Intake:
         """Send a chunk to its devices, on the caller's streams, and from there to its rows."""
         on_device = {}
         for device in {p.filling.destination.device for p in chunk.portions if _on_accelerator(p)}:
-            # Without blocking on CUDA alone, whose events say when host memory may change again.
-            overlapped = slot.memory.is_pinned() and device.type == "cuda"
-            on_device[device] = slot.memory.to(device, non_blocking=overlapped), _departure(device)
+            arriving = slot.memory.to(device, non_blocking=overlaps(slot.memory, device))
+            on_device[device] = arriving, departure(device)
         self._in_flight.append(_InFlight(slot, [departed for _, departed in on_device.values()]))
         for portion in chunk.portions:
             if _on_accelerator(portion):
@@ -206,13 +204,3 @@ def _read_spans(file: FilePass, chunk: Chunk, memory: torch.Tensor) -> None:
 
 def _on_accelerator(portion: Portion) -> bool:
     return portion.filling.destination.device.type != "cpu"
-
-
-def _departure(device: torch.device) -> Callable[[], None]:
-    """Return a function that waits for what was submitted to the device's current stream so far."""
-    if device.type != "cuda":
-        return lambda: None
-    event: Any = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
-    event.record(torch.cuda.current_stream(device))
-    wait: Callable[[], None] = event.synchronize
-    return wait

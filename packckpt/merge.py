@@ -11,6 +11,7 @@ from packckpt.descriptions import Description, KeyGroup
 from packckpt.errors import ExportError, SaveError
 from packckpt.exports import Shard, blocks_of, named
 from packckpt.tensorfile import TensorSpec
+from packckpt.windows import stored_dtype
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,9 +48,9 @@ class Composition:
         """Return what a rank has of the tensor."""
         return next(part for part in (*self.parts, *self.duplicates) if part.rank == rank)
 
-    def spec(self, dtype: torch.dtype) -> TensorSpec:
-        """Return how the whole tensor stands in a file, in the given dtype."""
-        return TensorSpec(dtype, self.shape)
+    def spec(self, component: str) -> TensorSpec:
+        """Return how one component of the whole tensor stands in a file."""
+        return TensorSpec(stored_dtype(component, self.dtype), self.shape)
 
 
 @dataclass(frozen=True, slots=True)

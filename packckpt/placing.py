@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from packckpt.fillings import Numbers, Portion
+from packckpt.fillings import Portion
 from packckpt.merge import cut_shard
-from packckpt.progressions import paired_progressions, progressions
+from packckpt.progressions import Numbers, paired_progressions, progressions
 from packckpt.transfer import convert, reorder, same_bits
 
 Bits = np.ndarray[Any, Any]

@@ -1,8 +1,13 @@
-"""Ascending numbers as slices."""
+"""Ascending numbers, as columns and as slices."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+Numbers = np.ndarray[Any, np.dtype[np.int64]]
 
 
 def progressions(numbers: Sequence[int]) -> list[range]:

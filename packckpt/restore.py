@@ -15,11 +15,12 @@ from packckpt.contents import Contents
 from packckpt.dtypes import DTYPE_OF_NAME
 from packckpt.errors import CheckpointError, ExportError, OptimizerError, warn_caller
 from packckpt.exports import Export, Shard, check_exports, expect_data, named
-from packckpt.fillings import FileLayout, Filling, Numbers
+from packckpt.fillings import FileLayout, Filling
 from packckpt.intake import TASK_BYTES, Intake, Task
 from packckpt.manifest import ADAPTER_FILE
 from packckpt.merge import cut_shard
 from packckpt.optimizer import COMPONENTS, MOMENTS, AdamState, Hyperparameters, ParameterState
+from packckpt.progressions import Numbers
 from packckpt.tensorreader import Entry
 
 # A whole tensor's shape, the shard that is cut from it, and the shape that the shard must have.
@@ -249,7 +250,7 @@ def _tasks(contents: Contents, targets: Iterable[tuple[_Target, Mapping[str, Any
 
 def _fillings(contents: Contents, target: _Target, entry: Mapping[str, Any]) -> Iterator[tuple[str, Filling]]:
     """Yield what each file holds for a parameter, its master and its moments."""
-    for stretch in _stretches(contents.files[ADAPTER_FILE].entries, target.exports):
+    for stretch in _stretches(contents.exported, target.exports):
         yield ADAPTER_FILE, stretch.filling(target.parameter)
     if target.state is None:
         return

@@ -16,7 +16,6 @@ import torch
 
 from packckpt.commit import Commit, WholeFile, expect_free, owners_of_files
 from packckpt.descriptions import KeyGroup, group_keys
-from packckpt.dtypes import STATE_DTYPE
 from packckpt.errors import PackckptError, SaveError, warn_caller
 from packckpt.exports import Export, expect_data, named
 from packckpt.manifest import portable_config
@@ -30,7 +29,7 @@ from packckpt.staged import StagedSnapshot
 from packckpt.staging import Stager
 from packckpt.transfer import TransferLog, path_named, read_steps, synchronize
 from packckpt.turns import Turns
-from packckpt.windows import DEFAULT_BUFFER_BYTES, WEIGHTS, expect_rows_fit
+from packckpt.windows import DEFAULT_BUFFER_BYTES, expect_rows_fit, stored_dtype
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -490,7 +489,7 @@ class _Fetcher:
         parts, offset = [], 0
         for key in keys:
             held = self._compositions[key].part_of(rank).description
-            size = held.size_bytes(held.dtype if component == WEIGHTS else STATE_DTYPE)
+            size = held.size_bytes(stored_dtype(component, held.dtype))
             parts.append(data[offset : offset + size])
             offset += size
         return parts

@@ -47,7 +47,7 @@ class StagedSnapshot(Snapshot):
         self._gathers_too = False
         # One for each window: small beside the window, and gone when all are written.
         self._arrivals: list[Callable[[], None]] = []
-        self._last_header: tuple[str, Header] | None = None
+        self._last_header: tuple[str | None, Header] | None = None
 
     @property
     def whole_files(self) -> dict[str, str]:
@@ -127,10 +127,8 @@ class StagedSnapshot(Snapshot):
 
     def _header_of(self, file: FilePlan) -> Header:
         """Return the header of a file; the components of a block, which follow one another, share one."""
-        if file.block is None:
-            return header_of(_specs(file), ascii_header=True)
         if self._last_header is None or self._last_header[0] != file.block:
-            self._last_header = file.block, header_of(_specs(file))
+            self._last_header = file.block, header_of(_specs(file), ascii_header=file.component == WEIGHTS)
         return self._last_header[1]
 
     def _submit_window(self, strand: str, writer: TensorFileWriter, arrival: Arrival, slot: Slot) -> None:

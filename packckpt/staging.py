@@ -97,11 +97,10 @@ class Stager:
             if stage is None:
                 _copy_rows(sources, copy, host, kind, log)
                 return lambda: None
-            # Without blocking on CUDA alone, whose events say when the bytes are there.
-            copy_in(host, stage, kind, log, non_blocking=host.is_pinned() and copy.device.type == "cuda")
+            copy_in(host, stage, kind, log, non_blocking=overlaps(host, copy.device))
             # Freed here and taken by the next window on this stream, which waits for this copy: one is enough.
             del stage
-            return self._recorded(copy.device)
+            return departure(copy.device)
 
     def _stage(self, sources: Sources, copy: Copy, log: TransferLog) -> torch.Tensor | None:
         """Gather a copy's runs side by side on their device; None where it has no memory for that."""
@@ -129,20 +128,6 @@ class Stager:
         context: AbstractContextManager[Any] = module.stream(stream)
         return context
 
-    def _recorded(self, device: torch.device) -> Callable[[], None]:
-        if device.type != "cuda":
-            return lambda: None
-        # Blocking: a thread that waits sleeps, and leaves its core to those that hash.
-        event: Any = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
-        event.record(self._streams[device])
-
-        def wait() -> None:
-            # A thread of its own would otherwise wake up device 0 as well; the trainer's keeps its device.
-            with torch.cuda.device(device):
-                event.synchronize()
-
-        return wait
-
     def _zero_bytes(self, count: int) -> memoryview:
         # Pages of a fresh allocation that are only read take no memory.
         if len(self._zeros) < count:
@@ -169,6 +154,28 @@ def make_ring(size_bytes: int, device: torch.device) -> tuple[Ring, str | None]:
     except (RuntimeError, AttributeError) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         return Ring(size_bytes, pinned=False), reason
+
+
+def overlaps(host: torch.Tensor, device: torch.device) -> bool:
+    """Return whether a copy between host memory and a device may go on while the caller does."""
+    # On CUDA alone, whose events say when it has ended.
+    return device.type == "cuda" and host.is_pinned()
+
+
+def departure(device: torch.device) -> Callable[[], None]:
+    """Return a function that waits, on any thread, for what the device's current stream was given so far."""
+    if device.type != "cuda":
+        return lambda: None
+    # Blocking: a thread that waits sleeps, and leaves its core to those that hash.
+    event: Any = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]  # torch leaves it untyped
+    event.record(torch.cuda.current_stream(device))
+
+    def wait() -> None:
+        # A thread of its own would otherwise wake up device 0 as well; the trainer's keeps its device.
+        with torch.cuda.device(device):
+            event.synchronize()
+
+    return wait
 
 
 def _in_turn(steps: Sequence[Callable[[], None]]) -> Callable[[], None]:

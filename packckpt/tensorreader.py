@@ -7,6 +7,7 @@ import os
 import re
 import threading
 from collections.abc import Callable
+from io import FileIO
 from typing import IO, Any
 
 import torch
@@ -98,7 +99,7 @@ class TensorFileReader:
         data = self.data(begin, end)
         return (data.clone() if begin % dtype.itemsize else data).view(dtype).view(shape)
 
-    def open_again(self) -> _File | None:
+    def open_again(self) -> FileIO | None:
         """Open the same file for reading; None where it was removed or replaced since it was opened first."""
         try:
             file = open(self.path, "rb", buffering=0, opener=_open_at_once)  # noqa: SIM115  # the caller closes it

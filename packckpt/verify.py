@@ -147,7 +147,7 @@ def _content_problems(contents: Contents) -> Iterator[str]:
         )
     if config.get(FORMAT_KEY) != FORMAT_NAME:
         yield f"{root / CONFIG_FILE}: {FORMAT_KEY} is {config.get(FORMAT_KEY)!r}; expected {FORMAT_NAME!r}"
-    adapter = contents.files[ADAPTER_FILE].entries
+    adapter = contents.exported
     for key, (_, shape, *_) in adapter.items():
         if len(shape) != 2:
             yield f"{root / ADAPTER_FILE}: {key} has shape {list(shape)}; expected two axes"

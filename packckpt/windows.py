@@ -18,15 +18,13 @@ from packckpt.dtypes import STATE_DTYPE
 from packckpt.errors import ExportError
 from packckpt.exports import Export
 from packckpt.optimizer import COMPONENTS, ParameterState
-from packckpt.progressions import paired_progressions
+from packckpt.progressions import Numbers, paired_progressions
 
 WEIGHTS = "lora"
 DEFAULT_BUFFER_BYTES = 64 << 20
 # What the CPU gathers needs no large copies, and small windows keep every thread busy up to the end. Still smaller
 # ones cost more turns with the interpreter than they give.
 CPU_WINDOW_BYTES = 16 << 20
-
-Numbers = np.ndarray[Any, np.dtype[np.int64]]
 
 
 class Landing(NamedTuple):
@@ -154,7 +152,7 @@ class FilePlan:
 
     def dtype_of(self, parameter: torch.Tensor) -> torch.dtype:
         """Return the dtype in which exports of a parameter stand in this file."""
-        return parameter.dtype if self.component == WEIGHTS else STATE_DTYPE
+        return stored_dtype(self.component, parameter.dtype)
 
     def source(self, number: int) -> torch.Tensor | None:
         """Return the tensor that exports of a parameter are cut from here, or None for zeros."""
@@ -176,6 +174,11 @@ class FilePlan:
     def _landing(self, number: int) -> Landing:
         source = self.source(number)
         return Landing(None if source is None else source.device, self.dtype_of(self.layout.parameters[number]))
+
+
+def stored_dtype(component: str, dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype in which one component of a parameter of the given dtype stands in a checkpoint."""
+    return dtype if component == WEIGHTS else STATE_DTYPE
 
 
 def expect_rows_fit(files: Iterable[FilePlan], buffer_bytes: int) -> None:

@@ -47,20 +47,20 @@ ALLOWED: dict[str, set[str]] = {
         "disk", "gathering", "manifest", "optimizer", "ring", "snapshot", "staging", "strands", "tensorfile",
         "transfer", "windows",
     },
-    "merge": {"descriptions", "errors", "exports", "tensorfile"},
+    "merge": {"descriptions", "errors", "exports", "tensorfile", "windows"},
     "contents": {"errors", "manifest", "optimizer", "tensorreader", "windows"},
     "verify": {"contents", "dtypes", "errors", "manifest", "strands", "tensorreader"},
     "commit": {
-        "disk", "dtypes", "errors", "manifest", "merge", "optimizer", "strands", "tensorfile", "verify", "windows",
+        "disk", "errors", "manifest", "merge", "optimizer", "strands", "tensorfile", "verify", "windows",
     },
     "ranks": {"errors", "tensorfile"},
     "reservation": {"disk", "errors"},
     "saver": {
-        "commit", "descriptions", "dtypes", "errors", "exports", "manifest", "merge", "optimizer", "plan", "ranks",
+        "commit", "descriptions", "errors", "exports", "manifest", "merge", "optimizer", "plan", "ranks",
         "reservation", "snapshot", "staged", "staging", "transfer", "turns", "windows",
     },
     "checkpoint": {"contents", "errors", "manifest", "optimizer", "tensorfile", "tensorreader", "verify", "windows"},
-    "fillings": {"exports"},
+    "fillings": {"exports", "progressions"},
     "placing": {"fillings", "merge", "progressions", "transfer"},
     "intake": {
         "filepass", "fillings", "placing", "ring", "room", "staging", "strands", "tensorfile", "tensorreader", "verify",
@@ -68,7 +68,7 @@ ALLOWED: dict[str, set[str]] = {
     },
     "restore": {
         "contents", "dtypes", "errors", "exports", "fillings", "intake", "manifest", "merge", "optimizer",
-        "tensorreader",
+        "progressions", "tensorreader",
     },
     "inspect": {"checkpoint", "dtypes", "exports", "optimizer", "tensorfile"},
     "diff": {"checkpoint", "dtypes", "optimizer", "windows"},

@@ -137,7 +137,7 @@ def test_a_slot_is_not_filled_before_its_chunk_has_left(tmp_path: Path, monkeypa
         return depart
 
     monkeypatch.setattr(Intake, "_launch", recording_launch)
-    monkeypatch.setattr(intake, "_departure", late_departure)
+    monkeypatch.setattr(intake, "departure", late_departure)
     files = Files(tmp_path, ["device"])
     assert files.run() == []
     files.expect_filled()

@@ -350,7 +350,7 @@ class TestAsyncWrite:
         """The writer is still at its first window: nobody else has waited for the other three."""
         waited: list[str] = []
         monkeypatch.setattr(
-            Stager, "_recorded", lambda self, device: lambda: waited.append(threading.current_thread().name)
+            staging_module, "departure", lambda device: lambda: waited.append(threading.current_thread().name)
         )
         go = held_up_writer(monkeypatch)
         trainer = eight_experts(emulated.to_device)
